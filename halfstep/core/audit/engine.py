@@ -13,6 +13,7 @@ from importlib import import_module
 
 from halfstep.core.audit import rules
 from halfstep.core.audit.finding import SEVERITIES, Finding, Rule
+from halfstep.core.audit.fixes import in_words_of
 from halfstep.core.audit.record import Record
 from halfstep.core.errors import ConfigError, did_you_mean
 
@@ -66,6 +67,7 @@ def check(
     for record in [records] if isinstance(records, Record) else records:
         for id in chosen:
             for finding in registry()[id][1](record):
+                finding = in_words_of(record.framework, finding)
                 seen = merged.get(finding.key)
                 merged[finding.key] = (seen or replace(finding, ranks=[])).also_on([record.rank])
     kept = [f for f in merged.values() if not any(each.covers(f) for each in suppressed)]

@@ -8,6 +8,7 @@ import pytest
 from halfstep.core.audit import record as record_module
 from halfstep.core.audit.engine import Suppression, check, registry
 from halfstep.core.audit.finding import Finding
+from halfstep.core.audit.fixes import FIXES
 from halfstep.core.audit.record import (
     Buffer,
     Call,
@@ -119,3 +120,11 @@ def test_ranks_that_show_the_same_are_one_finding():
 def test_a_finding_comes_back_from_json():
     found = check(half(), select=["HS105"])[0]
     assert Finding.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_a_fix_is_in_the_words_of_the_framework():
+    operations = [Operation("norm", "norm", inside="bf16", count=1)]
+    torch, jax = (check(Record("script", framework, operations=operations)) for framework in ("torch", "jax"))
+    assert "x.float()" in torch[0].fix
+    assert "x.astype(jnp.float32)" in jax[0].fix
+    assert FIXES["jax"].keys() <= registry().keys()
