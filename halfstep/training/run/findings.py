@@ -2,7 +2,9 @@
 
     HS101   updates that a narrow weight without a master lost
     HS409   what enters a layer is beyond the range of its format; only the first layer, others are given the rest
-    HS410   half of the gradients of what leaves a layer are below the range of their format
+    HS410   half of the gradients of what leaves a layer are below the range of their format. What was computed in
+            fp16 is zero by then, so all are too small if even the largest has less than 4 bits, or if all are zero
+            for STEPS steps while others are not (weights that begin at zero move sooner)
 
 bf16 has the range of fp32: what is not finite there is no matter of the format, and has a `cause` event.
 """
@@ -11,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.core.audit.engine import check, registry
@@ -18,10 +21,13 @@ from halfstep.core.audit.finding import Finding, rule_for
 from halfstep.core.audit.narrow import is_narrow
 from halfstep.core.audit.record import Operation, Record
 from halfstep.core.formats import FP32
-from halfstep.core.observed import AMAX, COUNT, OVERFLOW, UNDERFLOW, WEIGHT_COLUMNS, LayerInfo
+from halfstep.core.observed import AMAX, COUNT, OVERFLOW, ROLES, UNDERFLOW, WEIGHT_COLUMNS, LayerInfo
 from halfstep.core.policy import Policy
+from halfstep.core.roles import is_narrow as is_scaled
 
 LOST = 0.01  # a share of lost updates that is no accident
+STEPS = 20
+GRADIENT = ROLES.index("gradient")
 _LOST = WEIGHT_COLUMNS.index("lost")
 
 
@@ -33,22 +39,27 @@ class Findings:
         self._rounds_at_random = "stochastic" in str(policy)  # then no update is lost on average
         self._known: set[tuple[str, str]] = set()
 
-    def new(self, counts: NDArray[Any], weights: NDArray[Any]) -> list[Finding]:
-        """Returns what is found in the numbers of all layers and was not before, one finding per rule."""
-        found = [*check(self._record(counts), select=["HS409", "HS410"]), *self._lost(weights)]
+    def new(self, counts: NDArray[Any], weights: NDArray[Any], steps: int) -> list[Finding]:
+        """Returns what is found in the numbers of all layers of so many steps and was not before, one per rule."""
+        found = [*check(self._record(counts, steps), select=["HS409", "HS410"]), *self._lost(weights)]
         fresh = [each for each in found if (each.rule, each.where[0]) not in self._known]
         self._known |= {(each.rule, each.where[0]) for each in fresh}
         rules = dict.fromkeys(each.rule for each in fresh)
         return [_together([each for each in fresh if each.rule == rule]) for rule in rules]
 
-    def _record(self, counts: NDArray[Any]) -> Record:
+    def _record(self, counts: NDArray[Any], steps: int) -> Record:
+        smallest = 0.0 if steps >= STEPS and counts[:, GRADIENT, AMAX].any() else np.finfo(np.float32).tiny
         forward: list[Operation] = []
         backward: list[Operation] = []
         for layer, (entered, gradient) in zip(self._layers, counts, strict=True):
             if _is_short(layer, "activation") and entered[OVERFLOW] and not forward:
                 forward.append(_operation(layer, "activation", entered))
             if _is_short(layer, "gradient"):
-                backward.append(_operation(layer, "gradient", gradient))
+                operation = _operation(layer, "gradient", gradient)
+                format = layer.format("gradient")
+                if not is_scaled(format) and smallest <= gradient[AMAX] < 16 * format.smallest_subnormal:
+                    operation.underflow = operation.elements
+                backward.append(operation)
         return Record("run", operations=forward + backward)
 
     def _lost(self, weights: NDArray[Any]) -> Iterator[Finding]:

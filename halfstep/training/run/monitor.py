@@ -139,7 +139,7 @@ class Monitor:
         }
         weight = {column: [_or_none(x) for x in weights[:, i]] for i, column in enumerate(WEIGHT_COLUMNS)}
         self._events.write("layers", step=record.step, since=record.since, **roles, weight=weight)
-        for finding in self._findings.new(layers, weights):
+        for finding in self._findings.new(layers, weights, record.step - record.since):
             self._events.write("finding", step=record.step, **finding.to_dict())
             self._note(f"step {record.step}: {finding.rule}: {finding.message}")
 

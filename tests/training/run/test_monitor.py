@@ -210,15 +210,22 @@ def test_a_run_without_the_monitor_records_no_layers(text, out):
 
 
 def found(
-    activation=(0, 0, 0), gradient=(0, 0, 0), lost=0.0, formats=("fp16", "fp16", "bf16"), policy="fp16-mixed"
+    activation=(0, 0, 0),
+    gradient=(0, 0, 0),
+    lost=0.0,
+    formats=("fp16", "fp16", "bf16"),
+    policy="fp16-mixed",
+    amax=1.0,
+    steps=100,
 ):
     """Returns what is found in numbers (count, overflow, underflow) of three layers, and not again."""
     named = dict(zip(("activation", "gradient", "weight"), formats, strict=True))
     layers = [LayerInfo(f"blocks.{i}.mlp.up", "matmul", named) for i in range(3)]
-    rows = [[[count, 1.0, over, under, 0] for count, over, under in (activation, gradient)]] * 3
+    rows = [[[count, 1.0, over, under, 0] for count, over, under in (activation, gradient)] for _ in range(3)]
+    rows[1][1][1] = amax
     weights = np.array([[1.0, 1.0, 1.0, lost]] * 3)
     findings = Findings(layers, Policy.parse(policy))
-    first, again = (findings.new(np.array(rows), weights) for _ in range(2))
+    first, again = (findings.new(np.array(rows), weights, steps) for _ in range(2))
     assert again == []
     return first
 
@@ -243,6 +250,16 @@ def test_findings_name_the_layers_once():
     assert (
         "`blocks.0.mlp.up` are stepped in bf16 without an fp32 master: 84.5% of their updates" in finding.message
     )
+
+
+def test_gradients_that_are_all_too_small_are_found_though_fp16_has_made_them_zero():
+    for amax, steps in ((0.0, 100), (5e-7, 5)):  # 5e-7 has 3 bits
+        (finding,) = found(gradient=(4096, 0, 0), amax=amax, steps=steps)
+        assert (finding.rule, finding.where) == ("HS410", ["blocks.1.mlp.up"])
+    assert found(gradient=(4096, 0, 0), amax=0.0, steps=5) == []  # weights that begin at zero
+    assert found(gradient=(4096, 0, 0), amax=2e-6) == []
+    for format in ("bf16", "e5m2"):  # which has the range; which is scaled
+        assert found(gradient=(4096, 0, 0), amax=0.0, formats=("fp16", format, "fp32")) == []
 
 
 def test_findings_are_about_the_format_alone():
