@@ -95,6 +95,14 @@ def test_a_script_that_crashes_and_one_that_never_steps():
 
 
 @pytest.mark.prove
+def test_a_fork_has_a_record_of_its_own():
+    outcome = run([sys.executable, PLAIN, "2", "fork"])
+    assert outcome.exit_code == 0
+    assert [record.updates for record in outcome.records] == [2, 2]
+    assert all(len(record.losses) == 2 for record in outcome.records)
+
+
+@pytest.mark.prove
 def test_ranks_end_together_and_agree(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     torchrun = [
@@ -140,6 +148,7 @@ def test_official_examples_break_no_rule(script, precisions):
     for precision in precisions:
         record = Record.from_dict(run_alone(in_a_process, script, precision))
         assert record.updates == 6
+        assert record.switches.get("nan_filter", False) == (script == "hf_trainer.py")
         assert [finding.message for finding in check(record)] == []
         assert all(weight.optimizer for weight in record.weights)
         formats = {call.format for call in record.calls_of("autocast")}

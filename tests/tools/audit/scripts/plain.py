@@ -1,8 +1,9 @@
 """A plain loop, a little larger than microscopic: prints the bits of its losses, and its time on the CPU.
 
-`plain.py UPDATES [crash | never]`
+`plain.py UPDATES [crash | never | fork]`
 """
 
+import os
 import struct
 import sys
 import time
@@ -35,3 +36,8 @@ def main(updates, mistake=None):
 
 
 main(int(sys.argv[1]), *sys.argv[2:])
+if "fork" in sys.argv:
+    if os.fork() == 0:
+        main(int(sys.argv[1]))
+        os._exit(0)
+    os.wait()
