@@ -289,10 +289,18 @@
     };
   }
 
-  // Whether a reader points at this figure, or at another one with the same rows: cursors of all charts move together.
-  function isRead(figure) {
-    const own = figure.querySelector(".plot").matches(":hover, :focus");
-    return own || (figure.dataset.map !== "exponents" && document.querySelector('[data-map]:not([data-map="exponents"]) .plot:is(:hover, :focus)') !== null);
+  // The cell that a reader points at, here or in another figure with the same rows: cursors of all charts move together.
+  function readCell(figure, u, map) {
+    const plot = figure.querySelector(".plot");
+    const cell = cellAt(u, map);
+    if (cell && plot.matches(":hover")) {
+      figure.keyed = false;
+      return cell;
+    }
+    if (figure.keyed && plot.matches(":focus")) return figure.cell; // the mouse rests somewhere else
+    const others = [...document.querySelectorAll('[data-map]:not([data-map="exponents"])')];
+    const read = (one) => one.querySelector(".plot:hover") || (one.keyed && one.querySelector(".plot:focus"));
+    return others.includes(figure) && others.some(read) ? cell : null;
   }
 
   // The cell under the cursor, or null.
@@ -327,6 +335,8 @@
     const cell = figure.cell ?? { row: by[1] < 0 ? map.rows : -1, column: map.columns - 1 };
     const column = Math.min(map.columns - 1, Math.max(0, cell.column + by[0]));
     const row = Math.min(map.rows - 1, Math.max(0, cell.row + by[1]));
+    figure.keyed = true;
+    figure.cell = { row, column }; // now: the cursor moves a moment later, and keys may come faster
     const middle = (map.after[column] + map.last[column]) / 2;
     u.setCursor({ left: u.valToPos(middle, "x"), top: u.valToPos(map.rows - row - 0.5, "y") });
   }
@@ -361,7 +371,7 @@
       cursor: { y: !map.single, sync: { key: "step", scales: ["x", null] }, points: { show: false }, drag: { x: true, y: false } },
       hooks: {
         drawAxes: [paint(map, image(map))],
-        setCursor: [(u) => { figure.cell = isRead(figure) ? cellAt(u, map) : null; read(figure, map, figure.cell); }],
+        setCursor: [(u) => { figure.cell = readCell(figure, u, map); read(figure, map, figure.cell); }],
       },
     };
     halfstep.show(figure, options, [[map.after[0], ...map.last], [null, ...map.last.map(() => null)]]);
