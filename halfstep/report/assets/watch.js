@@ -55,6 +55,11 @@
     restore(kept);
   }
 
+  function say(words, over = false) {
+    live.textContent = words;
+    live.classList.toggle("over", over);
+  }
+
   const now = () => new Date().toLocaleTimeString();
 
   async function ask() {
@@ -66,10 +71,10 @@
         if (answer.status === 200) {
           swap(await answer.text());
           tag = answer.headers.get("ETag");
-          live.textContent = `live, as of ${now()}`;
-        } else if (answer.status !== 304) live.textContent = `not updated since: ${await answer.text()}`;
+          say(`live, as of ${now()}`);
+        } else if (answer.status !== 304) say(`not updated since: ${await answer.text()}`, true);
       } catch {
-        live.textContent = "no longer live: `halfstep watch` has ended";
+        say("no longer live: halfstep watch has ended", true);
       }
     }
     setTimeout(ask, Math.max(EVERY, 5 * (performance.now() - began)));
