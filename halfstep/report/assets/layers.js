@@ -64,10 +64,13 @@
     const compared = ["fp16", "bf16", "e5m2", "e4m3"].filter((name) => formats.includes(name));
     if (figure.dataset.map === "exponents") {
       const roles = Object.keys(layers.histograms).filter((role) => layers.histograms[role].some(Boolean));
+      const own = layers.formats[roles[0]][layers.first].split(":")[0];
+      const named = compared.map((name) => [name, name]);
+      const far = (layers.ranges[own]?.largest ?? 0) > 100; // the ends of fp32 and bf16 are nowhere near: fp16's tell more
       return {
         layer: layers.names.map((name, i) => [String(i), name]),
         role: roles.map((role) => [role, PLURAL[role]]),
-        format: [["own", "its own format"], ...compared.map((name) => [name, name])],
+        format: far ? [...named, ["own", "its own format"]] : [["own", "its own format"], ...named],
       };
     }
     const views = VIEWS[figure.dataset.map].filter(({ id }) => layers.watched.includes(id));
