@@ -56,7 +56,6 @@ def trained(policy, monitor, steps=2, **options):
     ("policy", "options"),
     [
         ("fp16-mixed", {}),
-        pytest.param("fp32", {"micro_batches": 2}, marks=pytest.mark.prove),
         pytest.param("bf16-mixed", {"micro_batches": 2, "clip_norm": 0.1}, marks=pytest.mark.prove),
         pytest.param("bf16-mixed", {"mesh": 1}, marks=pytest.mark.prove),
     ],
