@@ -106,6 +106,7 @@ def test_sums_inside_a_graph_are_judged_by_their_format(kind, rule):
     assert (rules("bf16"), rules("fp32")) == ({rule}, set())
 
 
+@pytest.mark.prove
 def test_a_model_of_equinox_is_audited_with_the_functions_in_it():
     eqx = pytest.importorskip("equinox")
     model = eqx.nn.MLP(4, 3, 5, 1, key=jax.random.key(0))  # fields are not in the order of their names
