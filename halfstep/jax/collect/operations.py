@@ -11,12 +11,14 @@
 The format `inside` is the narrowest on the way.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from halfstep.config.model import owner
 from halfstep.core.audit.record import Operation, OperationKind
 from halfstep.jax.collect.graph import Graph, Node, Value, before, frames_of, search_ahead, search_back
 from halfstep.jax.collect.names import Names
@@ -32,13 +34,14 @@ _PROBABILITY = _SCALINGS | {"exp", "reduce_sum", "reduce_max", "logistic", "log"
 
 def operations_of(graph: Graph, names: Names) -> Iterator[Operation]:
     """Yields the operations of a graph whose format matters."""
+    gradients = _gradients(graph)
     for node in graph.all_nodes():
         if not node.is_backward:
             yield from _forward(node, names)
         if node.name in _REDUCTIONS and node.inputs and node.inputs[0].is_float:
             yield _operation(names, node, "reduction", node.inputs[:1])
         if node.name == "scan":
-            yield from _accumulations(node, names)
+            yield from _accumulations(node, names, gradients)
     yield from _scalar_loss(graph.outputs[0])
 
 
@@ -164,16 +167,32 @@ def fp32_matmul() -> str | None:
     return "tf32" if tensor_cores else None
 
 
-def _accumulations(scan: Node, names: Names) -> Iterator[Operation]:
+def _gradients(graph: Graph) -> dict[int, str]:
+    """Returns the parameter of each value that becomes its gradient, moved, cast or added to at most."""
+    found: dict[int, str] = {}
+    names = [value.weight for value in graph.inputs]
+    for name, last in zip(names, graph.outputs[-len(names) :], strict=True):
+        queue = [last]
+        while queue:
+            value = queue.pop()
+            found[id(value)] = owner(name or "")
+            if value.made_by is not None and value.made_by.name in MOVES | {"add_any"}:
+                queue += value.made_by.inputs
+    return found
+
+
+def _accumulations(scan: Node, names: Names, gradients: Mapping[int, str]) -> Iterator[Operation]:
     """Yields the carried values of a loop that only have something added, such as gradients of micro-batches."""
     first, count = parts_of_scan(scan.eqn)
     body = scan.bodies[0]
-    for carried, total in zip(body.inputs[first : first + count], body.outputs[:count], strict=True):
+    states = zip(body.inputs[first : first + count], body.outputs[:count], scan.outputs[:count], strict=True)
+    for carried, total, result in states:
         node = total.made_by
         adds = node is not None and node.name in ("add", "add_any") and carried in node.inputs
         if adds and carried.taken_by == [node] and carried.is_float and carried.aval.ndim:
             assert node is not None
-            yield _operation(names, node, "accumulation", [carried], count=scan.eqn.params["length"])
+            summed = _operation(names, node, "accumulation", [carried], count=scan.eqn.params["length"])
+            yield replace(summed, module=gradients.get(id(result), summed.module))
 
 
 def _scalar_loss(loss: Value) -> Iterator[Operation]:

@@ -14,7 +14,10 @@ BF16, FP32 = jnp.bfloat16, jnp.float32
 def seen(loss, **params):
     """The operations of loss(**params) and its gradient, as (kind, module, format)."""
     names = [*params]
-    traced = jax.make_jaxpr(jax.value_and_grad(lambda *leaves: loss(**dict(zip(names, leaves, strict=True)))))
+    every = tuple(range(len(names)))
+    traced = jax.make_jaxpr(
+        jax.value_and_grad(lambda *leaves: loss(**dict(zip(names, leaves, strict=True))), argnums=every)
+    )
     graph = graph_of(traced(*params.values()), [f"layer.{name}" for name in names])
     return [*operations_of(graph, Names(f"layer.{name}" for name in names))]
 
@@ -94,12 +97,13 @@ def test_operands_of_two_formats_are_a_promotion_and_a_cast_is_none():
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_the_gradient_of_a_weight_in_a_loop_is_summed_there(dtype):
-    def loss(up):
+    def loss(other, up):
         _, rows = jax.lax.scan(lambda _, x: (None, x @ up), None, jnp.ones((3, 2, 4), dtype))
         return jnp.sum(rows.astype(FP32))
 
-    sums = [(op.inside, op.count) for op in seen(loss, up=SQUARE.astype(dtype)) if op.kind == "accumulation"]
-    assert sums == [("bf16" if dtype == BF16 else "fp32", 3)]
+    found = seen(loss, other=GAIN, up=SQUARE.astype(dtype))
+    sums = [(op.module, op.inside, op.count) for op in found if op.kind == "accumulation"]
+    assert sums == [("layer", "bf16" if dtype == BF16 else "fp32", 3)]
 
 
 def test_a_residual_stream_in_a_loop_is_no_sum():
