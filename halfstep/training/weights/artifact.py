@@ -177,7 +177,13 @@ def read_artifact(path: Path) -> Decoded:
 def masters(state: Mapping[str, Stored], model: ModelConfig, *, averaged: bool) -> Iterator[tuple[str, Floats]]:
     """Yields the weights in a session's state, or their averages, in fp32."""
     for name in parameter_shapes(model):
-        held = state[f"average.{name}" if averaged else f"model.{name}"]
+        key = f"average.{name}" if averaged else f"model.{name}"
+        if key not in state:
+            raise ArtifactError(
+                f"the state holds no `{key}`, which the model of its settings has",
+                hint="the settings were changed after it was saved: name another checkpoint",
+            )
+        held = state[key]
         rest = None if averaged else state.get(f"remainder.{name}")
         yield name, widen(held, rest)
 

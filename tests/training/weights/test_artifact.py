@@ -162,6 +162,9 @@ def test_masters_are_read_however_they_are_held():
     assert not np.array_equal(bf16["embed.weight"], exact["embed.weight"])
     assert np.allclose(bf16["embed.weight"], exact["embed.weight"], rtol=2**-8, atol=0)
     assert list(bf16) == list(parameter_shapes(model))
+    deeper = replace(model, layers=model.layers + 1)
+    with pytest.raises(ArtifactError, match=f"holds no `model.blocks.{model.layers}.attn_norm.weight`"):
+        dict(masters(state, deeper, averaged=False))
 
 
 SMALL = ["model.vocabulary=256", "model.context=16", "model.layers=2", "model.width=16", "model.heads=4",
