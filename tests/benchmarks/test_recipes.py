@@ -96,6 +96,7 @@ def test_rotating_the_other_way_equals_exchanging_halves(sources, monkeypatch):
     assert float(exchanged) == pytest.approx(float(expected), rel=1e-6)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("recipe", SMALL)
 def test_the_recipe_trains_like_its_source(recipe, sources):
     """Three updates with the source's own optimizers, in bf16: the same losses to a rounding of the logits."""

@@ -64,6 +64,7 @@ def test_the_step_by_hand_equals_the_step_in_numpy():
     assert float(example("jax_step").step_by_halfstep(3.0, x, y, lr)[0]) == pytest.approx(after, rel=4 * 2.0**-8)
 
 
+@pytest.mark.prove
 def test_the_step_prints_a_table(capsys):
     example("jax_step").main()
     lines = capsys.readouterr().out.splitlines()
@@ -91,6 +92,7 @@ def test_an_example_is_short_and_learns(name, policy, below, capsys):
     assert "loss" in printed
 
 
+@pytest.mark.prove
 def test_the_classifier_is_short_and_learns_the_rings(capsys):
     assert is_short("flax_nnx")
     assert example("flax_nnx").train("bf16-mixed") > 0.9

@@ -131,6 +131,7 @@ def test_a_small_parameter_is_spread_and_its_gradient_summed_in_fp32(shape):
     assert np.array_equal(grad, bf16(np.full(shape, count, np.float32)))
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("form", ["", ",emulate=true"])
 def test_row_wise_scales_belong_to_what_each_matmul_does_not_sum_over(form):
     casts = narrow(f"bf16-mixed,compute=e4m3:row,grad=e4m3:row{form}")

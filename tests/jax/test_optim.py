@@ -121,6 +121,7 @@ def test_any_format_runs_emulated_in_the_iteration(name):
     assert not np.array_equal(found, orthogonalize(jnp.asarray(normal(1, 4, 4)), FP32))
 
 
+@pytest.mark.prove
 def test_muon_is_the_same_one_by_one_and_in_batches():
     params = {str(i): jnp.asarray(normal(4, 8, seed=i)) for i in range(3)} | {"tall": jnp.asarray(normal(8, 4))}
     grads = {name: jnp.asarray(normal(*p.shape, seed=9 + i)) for i, (name, p) in enumerate(params.items())}
@@ -148,6 +149,7 @@ def test_muon_takes_matrices_and_looks_ahead_along_its_momentum():
     assert np.abs(np.asarray(updates["w"]) + reference(ahead, lambda x: x)).max() <= 2 * ROUNDED
 
 
+@pytest.mark.prove
 def test_a_session_updates_each_group_at_its_own_rate():
     model = ModelConfig(vocabulary=8, context=4, layers=1, width=4, heads=1, tied=False)
     config = OptimizerConfig(

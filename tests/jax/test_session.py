@@ -19,6 +19,7 @@ def session(policy="fp32", *extra):
     return Session(config, Policy.parse(policy), "cpu", lambda applied, xp: 1.0 / (1.0 + applied))
 
 
+@pytest.mark.prove
 def test_sampling_is_one_program_for_every_length():
     s = session("fp32")
     tokens = [3, 1, 4, 1, 5]

@@ -298,6 +298,7 @@ def overflowing():
     return model, loss_fn
 
 
+@pytest.mark.prove
 @pytest.mark.filterwarnings("ignore:the loss scale is")
 def test_the_overflow_of_t5_is_named_by_layer_and_the_one_that_it_hides_too():
     """Its blocks clamp infinities where the stream is fp16: the loss is finite, and wrong."""

@@ -280,6 +280,7 @@ def test_a_parameter_may_be_written_to_between_its_layer_and_the_backward_pass()
         y.sum().backward()
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_matrix_that_is_widened_for_the_tensor_cores_gives_the_same(monkeypatch, compiled):
     """Zeros that are multiplied along change no sum; of small integers all sums are exact."""

@@ -124,6 +124,7 @@ def test_the_hint_names_only_what_takes_less(text, tmp_path):
     assert caught.value.hint == "a shorter model.context or a smaller model fits"
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("backend", FAILS)
 def test_other_errors_are_left_as_they_are(text, tmp_path, backend):
     loop = start(text, tmp_path / "run", backend=backend)

@@ -52,6 +52,7 @@ def assert_summed_once_in_fp32(exchanged):
     assert not any(outside for *_, outside in optimized)
 
 
+@pytest.mark.prove
 def test_four_devices_make_the_updates_of_one(devices):
     policy = "bf16-mixed,scale=dynamic:init=1024"
     alone, together = (devices(jobs.train, shape, policy, 4, broken=2) for shape in ((), (4,)))

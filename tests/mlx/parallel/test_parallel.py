@@ -20,6 +20,7 @@ def ranks(tmp_path_factory):
         yield call
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("policy", "unscales"),
     [("bf16-mixed,emulate=true", False), (FP16, True), ("bf16-mixed,param=fp32:split,accumulate=bf16", False)],

@@ -116,6 +116,7 @@ def test_an_arm_that_fails_or_is_missing_leaves_with_its_reason_and_the_others_c
     assert "accelerate: accelerate is not installed (hint: pip install it)" in said
 
 
+@pytest.mark.prove
 def test_the_time_limit_ends_the_race_after_a_whole_round(played, monkeypatch):
     monkeypatch.setattr(race, "FINISH_SECONDS", 0.1)
     begun = time.monotonic()
@@ -128,6 +129,7 @@ def test_the_time_limit_ends_the_race_after_a_whole_round(played, monkeypatch):
     assert all(arm.held_out == 2.5 for arm in result.arms)
 
 
+@pytest.mark.prove
 def test_an_arm_that_is_not_ready_in_time_is_ended(played):
     begun = time.monotonic()
     result, _ = played(["fp32", "autocast"], {"fp32": {"slow": 60}}, rounds=1, seconds=2.0)
@@ -322,6 +324,7 @@ def test_real_workers(text):
     assert fp32.memory is None
 
 
+@pytest.mark.prove
 def test_a_real_worker_refuses_a_device_that_is_not_there(text):
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():

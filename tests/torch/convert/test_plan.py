@@ -190,6 +190,7 @@ def everything():
     return Everything()
 
 
+@pytest.mark.prove
 def test_what_compiled_whole_before_does_after_and_not_anew_when_masters_change():
     model = everything()
     apply(model, Policy.parse("bf16-mixed,param=fp32:split"))

@@ -52,7 +52,9 @@ def watch() -> None:
     try:
         from halfstep.torch.collect.process import begin
     except ImportError as error:
-        message = f"{error}; install halfstep with `{sys.executable} -m pip install 'halfstep[torch]'`"
+        from halfstep.core.errors import how_to_install
+
+        message = f"{error}; with the pip of {sys.executable}, {how_to_install('torch')}"
         write("unwatched", message)
         raise SystemExit(f"halfstep audit cannot watch {sys.executable}: {message}") from None
     begin(os.environ[FOLDER], int(os.environ[STEPS]))
