@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from functools import partial
 
 import pytest
 
@@ -74,7 +75,10 @@ def test_wrong_options_are_refused(folder, tmp_path, capsys):
 @pytest.mark.prove
 def test_watch_serves_until_ctrl_c_and_ends_quietly(folder):
     command = [sys.executable, "-m", "halfstep", "watch", str(folder)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # What a shell starts in the background ignores Ctrl-C, and its children do.
+    heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, **pipes, preexec_fn=heeding)
     try:
         url = process.stdout.readline().strip()
         with urllib.request.urlopen(url, timeout=20) as answer:
