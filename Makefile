@@ -71,14 +71,15 @@ docs: $(VENV)/.dev
 clean:
 	rm -rf $(VENV)
 
-# One stamp per set of extras, made again when the files it depends on change. Bytecode is made of what is imported, when
-# it is: pip would take a minute to make it of everything.
+# One stamp per set of extras, made again when the files it depends on change. pip makes bytecode on one core: for tests, all
+# cores make it; otherwise it is made of what is imported, when it is.
 $(VENV)/.torch $(VENV)/.jax $(VENV)/.mlx: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[$*]'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[torch,jax,mlx,dev]'
+	-$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib
 	touch $@
 
 $(BIN)/python:

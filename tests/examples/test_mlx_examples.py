@@ -10,6 +10,7 @@ pytest.importorskip("mlx.core")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "mlx_prepare.py"
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("policy", ["bf16-mixed", "fp16-mixed"])
 def test_any_model_and_optimizer_of_mlx_learn(policy, capsys):
     train = runpy.run_path(str(EXAMPLE))["train"]

@@ -97,6 +97,7 @@ def test_orthogonalize_is_its_reference_and_pushes_singular_values_towards_one(s
         assert np.median(values) > 0.6
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("fmt", [BF16, FP16])
 def test_the_iteration_is_in_its_format_natively_and_emulated(fmt):
     dtype = jnp.bfloat16 if fmt == BF16 else jnp.float16

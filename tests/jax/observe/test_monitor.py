@@ -113,6 +113,7 @@ def test_a_loop_over_stacked_layers_has_one_per_turn_and_a_reused_weight_is_one(
     assert numbers[3, 0, AMAX] < 1.0001  # the largest of the turns, not their sum
 
 
+@pytest.mark.prove
 def test_layers_that_are_computed_again_are_seen_once():
     def loss(params, x):
         return jnp.sum(jax.checkpoint(lambda x, w: jnp.tanh(x @ w))(x, params["up.w"]))

@@ -62,6 +62,7 @@ def test_four_devices_make_the_updates_of_one(devices):
     assert together[2]["aux"] == (4, jobs.MICRO, jobs.ROWS // 4, jobs.LENGTH)
 
 
+@pytest.mark.prove
 def test_a_sum_that_is_left_to_jax_is_in_bf16(devices):
     for kind in ("jit", "shard_map"):
         found = devices(jobs.plain, kind)
