@@ -10,6 +10,8 @@ from halfstep.core.policy import read
 
 Backend = Literal["torch", "jax", "mlx"]
 
+MOST_SLICE = 2**20  # elements of a tensor that the monitor counts
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -153,7 +155,7 @@ class MonitorConfig:
     sample_every: Count = 200
     """Steps between two samples: part of a batch runs again, for exponents and what other formats would lose. 0
     samples only after an alarm and at the end."""
-    slice: Positive = 4096
+    slice: Annotated[int, Bounds(at_least=1, at_most=MOST_SLICE)] = 4096
     """How many elements of each tensor are counted in every step, always the same ones."""
 
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from halfstep.config.run import MOST_SLICE
 from halfstep.core.errors import HalfstepError
 from halfstep.core.observed import COLUMNS, ROLES, WEIGHT_COLUMNS, LayerInfo, Observation, Sample
 from halfstep.core.stats.tensors import headroom_bits
@@ -63,6 +64,8 @@ class Monitor:
         for name, value in (("every", every), ("slice", slice)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise HalfstepError(f"{name}={value!r} is not a whole number from 1", hint=f"such as {name}=100")
+        if slice > MOST_SLICE:
+            raise HalfstepError(f"slice={slice}: at most {MOST_SLICE:,} elements are counted", hint="4096 will do")
         self.every, self.slice = every, slice
         self._run = run
         self._watch = LayerWatch(watched(run.model), slice, run.device)

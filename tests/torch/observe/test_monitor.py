@@ -436,6 +436,8 @@ def test_refusals():
         run.monitor(every=0)
     with refuses(HalfstepError, r"slice=2\.5", "slice=100"):
         run.monitor(slice=2.5)
+    with refuses(HalfstepError, r"slice=1152921504606846976: at most 1,048,576", "4096"):
+        run.monitor(slice=2**60)
     assert run.monitor(slice=1) is run.watching
 
 
