@@ -10,7 +10,8 @@
 #SBATCH --requeue
 set -euo pipefail
 recipe=${1:?name a recipe} out=${2:?name the run folder}
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+first=${hosts%%$'\n'*}
 # SLURM sends SIGTERM two minutes before the end, and torchrun gives its processes 30 seconds to save and stop.
 srun --kill-on-bad-exit=1 torchrun \
   --nnodes="$SLURM_NNODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" --max-restarts=3 \
