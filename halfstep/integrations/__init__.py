@@ -1,1 +1,1 @@
-"""The policy inside other training loops: Accelerate, transformers.Trainer and Lightning, one file each."""
+"""The policy inside other training loops: Accelerate, transformers.Trainer and Lightning."""

@@ -112,9 +112,7 @@ class TensorStats:
     @property
     def sqnr_db(self) -> float:
         """Signal to quantization noise in decibels; inf without noise, NaN without signal."""
-        if self.signal == 0:
-            return math.nan
-        return math.inf if self.noise == 0 else 10 * math.log10(self.signal / self.noise)
+        return sqnr_db(self.signal, self.noise)
 
     @property
     def headroom_bits(self) -> float:
@@ -227,6 +225,13 @@ class UpdateStats:
         """Reads what `to_dict` wrote, exactly."""
         given = _fields(cls, written)
         return cls(Format.parse(given["format"]), given["count"], given["lost"])
+
+
+def sqnr_db(signal: float, noise: float) -> float:
+    """Returns signal to quantization noise in decibels; inf without noise, NaN without signal."""
+    if signal == 0:
+        return math.nan
+    return math.inf if noise == 0 else 10 * math.log10(signal / noise)
 
 
 def headroom_bits(amax: float, format: Format) -> float:

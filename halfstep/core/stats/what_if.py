@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from halfstep.core.cast_constants import cast_constants
 from halfstep.core.formats import Format, parse
 from halfstep.core.rounding import as_fp32, cast, overflows
+from halfstep.core.stats.tensors import sqnr_db
 
 SPECS = ("bf16", "fp16", "e4m3", "e4m3:row", "e4m3:block", "e5m2", "e5m2:row", "e5m2:block")
 BLOCK = 32
@@ -73,9 +74,7 @@ class SignalLost:
     @property
     def sqnr_db(self) -> float:
         """Signal to quantization noise in decibels; inf without noise, NaN without signal."""
-        if self.signal == 0:
-            return math.nan
-        return math.inf if self.noise == 0 else 10 * math.log10(self.signal / self.noise)
+        return sqnr_db(self.signal, self.noise)
 
     @property
     def overflow_fraction(self) -> float:

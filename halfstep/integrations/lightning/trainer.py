@@ -1,0 +1,225 @@
+"""The Trainer's plugin."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins import Precision as PlainPrecision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from halfstep.core.errors import HalfstepError
+from halfstep.core.measure import TOKENS
+from halfstep.core.policy import Policy
+from halfstep.core.scaling import DynamicScale
+from halfstep.integrations.lightning.checks import (
+    check_averages,
+    check_backward,
+    check_module,
+    check_replicas,
+    check_step,
+    check_strategy,
+    manual,
+)
+from halfstep.integrations.lightning.runs import load_state, reached, state_of, update
+from halfstep.torch.step import Run, StepResult, prepare
+
+_COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict_step")  # by torch.compile
+_HOOKS = ("on_before_optimizer_step", "configure_gradient_clipping")
+
+
+class HalfstepPrecision(PlainPrecision):
+    """A policy for Lightning's Trainer: `Trainer(plugins=HalfstepPrecision("bf16-mixed"))`.
+
+    `run` is the Run of the model that is trained or evaluated. `result` is what the last update did, in device
+    scalars. `seed`, `ema` and `tokens` are those of `prepare`; clipping is the Trainer's `gradient_clip_val`.
+    """
+
+    def __init__(self, policy: Policy | str, *, seed: int = 0, ema: float = 0.0, tokens: int = TOKENS):
+        self._policy = policy
+        self._options: dict[str, Any] = {"seed": seed, "ema": ema, "tokens": tokens}
+        self._run: Run | None = None
+        self.result: StepResult | None = None
+
+    @property
+    def run(self) -> Run:
+        """The run of the model that is trained or evaluated."""
+        if self._run is None:
+            raise HalfstepError(
+                "the plugin has no model yet: the Trainer connects it when it fits or evaluates",
+                hint="read it in on_fit_start or later; strategies that shard the model are not supported",
+            )
+        return self._run
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last update was skipped, because its gradients were not finite. Reads the device."""
+        return self.result is not None and bool(self.result.skipped)
+
+    def summary(self) -> str:
+        """Describes the run, and what the Trainer adds to its costs."""
+        return "\n".join([self.run.summary(), *_costs(self.run)])
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Refuses a strategy that no policy is implemented for, before it changes the model."""
+        trainer = getattr(module, "_trainer", None)
+        if trainer is None:
+            raise HalfstepError(
+                "HalfstepPrecision is for Lightning's Trainer",
+                hint=f"from halfstep.integrations.lightning import Fabric; Fabric(policy={str(self._policy)!r})",
+            )
+        check_strategy(trainer.strategy)
+        return module
+
+    def connect(
+        self, model: nn.Module, optimizers: list[torch.optim.Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[torch.optim.Optimizer], list[Any]]:
+        """Prepares the model, which is on its device, with its optimizers; to evaluate it, without."""
+        module = model.module if isinstance(model, DistributedDataParallel) else model
+        assert isinstance(module, pl.LightningModule)
+        trainer = module.trainer
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if fits:
+            check_module(module)
+        if self._run is not None and self._run.model is module and not fits:
+            return model, optimizers, lr_schedulers  # to evaluate what was trained
+        self._release()
+        before = module.__dict__.get("halfstep_prepared")  # by another Trainer
+        if isinstance(before, HalfstepPrecision) and before.run.model is module:
+            before._release()
+        with _uncompiled(module):
+            run = prepare(module, optimizers if fits else None, self._policy, **self._options)
+        if fits:
+            check_replicas(run, wrapped=module is not model)
+            check_averages(run, trainer.callbacks)  # type: ignore[attr-defined]
+            if trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE:
+                run.clip_norm = float(trainer.gradient_clip_val or 0.0)  # for the summary
+        self._run, self.result = run, None
+        module.__dict__["halfstep_prepared"] = self  # which unprepare removes
+        return model, optimizers, lr_schedulers
+
+    def __deepcopy__(self, _: Any) -> "HalfstepPrecision":
+        return self  # a copy of a module has no run of its own
+
+    def _release(self) -> None:
+        """Gives a module back to whom else may train or evaluate it."""
+        if self._run is not None and self._run._open:
+            self._run.unprepare()
+        self._run = None
+
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Adds the gradients of a micro-batch, whose loss Lightning has divided by their number."""
+        if optimizer is None:
+            raise manual()
+        check_backward(args, kwargs)
+        self.run.backward(tensor, normalized=True)
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Runs the closure, which holds the last micro-batch, then clips and updates."""
+        check_step(kwargs)
+        run = self.run
+        if optimizer not in run.optimizers:
+            raise HalfstepError(
+                f"the Trainer steps another optimizer than the run's, a {type(optimizer).__name__}",
+                hint="return it from configure_optimizers; to change to another, fit again: that begins a new run",
+            )
+        loss = closure()
+        if not run.accumulation.begun:
+            self.result = None
+            return loss  # training_step returned None for every micro-batch
+        run.clip_norm = 0.0  # until Lightning's hook says otherwise
+        if any(is_overridden(hook, user) for hook in _HOOKS for user in _users(model, hook)):
+            run.unscale()  # somebody else will read or change the gradients
+        self._after_closure(model, optimizer)
+        self.result = update(run)
+        return loss
+
+    def clip_gradients(
+        self,
+        optimizer: torch.optim.Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clips by norm in the update, after unscaling; by value here."""
+        if clip_val <= 0:
+            return
+        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            self.run.unscale()
+            self.clip_grad_by_value(optimizer, clip_val)
+        else:
+            self.run.clip_norm = float(clip_val)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Inside, functions that a step's own code calls are reached, such as a loss."""
+        return reached(self.run)
+
+    @contextmanager
+    def val_step_context(self) -> Iterator[None]:  # type: ignore[override]
+        """Inside, the model computes as the policy's `eval` role says."""
+        with self.run.evaluation(), self.forward_context():
+            yield
+
+    test_step_context = val_step_context
+    predict_step_context = val_step_context
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns everything the next step depends on, for Lightning's checkpoint."""
+        return state_of(self._run) if self._run is not None and self._run.optimizers else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores a run bit for bit; to evaluate, Lightning has loaded the weights already."""
+        if self.run.optimizers and self._fits():
+            load_state(self.run, state_dict)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keeps Lightning from loading the optimizers' state over the run's; takes over that of a plain job."""
+        if not self._fits() or "optimizer_states" not in checkpoint:
+            return  # Lightning refuses to resume from weights alone
+        if type(self).__qualname__ not in checkpoint:
+            scaled = isinstance(self.run.policy.scale, DynamicScale)
+            scaler = checkpoint.get("MixedPrecision") if scaled else None
+            rank_zero_info(
+                "The checkpoint was saved without a policy; took over\n"
+                + self.run.load_torch_amp(checkpoint["optimizer_states"], scaler)
+            )
+        checkpoint["optimizer_states"] = []
+
+    def _fits(self) -> bool:
+        return cast(pl.LightningModule, self.run.model).trainer.state.fn == TrainerFn.FITTING
+
+
+@contextmanager
+def _uncompiled(module: pl.LightningModule) -> Iterator[None]:
+    """Inside, a module that `torch.compile` was given is as it was built; after, its steps are compiled again."""
+    context = module._compiler_ctx
+    if context is not None:
+        for name in _COMPILED:
+            module.__dict__.pop(name, None)
+    try:
+        yield
+    finally:
+        if context is not None:
+            for name in _COMPILED:
+                context[f"original_{name}"] = getattr(module, name)
+                setattr(module, name, context["dynamo_ctx"](getattr(module, name)))
+
+
+def _costs(run: Run) -> list[str]:
+    if not isinstance(run.policy.scale, DynamicScale) or not run.optimizers:
+        return []
+    return ["  the skip flag is read after each update, one sync: a run that no loss scale can save ends"]
+
+
+def _users(model: pl.LightningModule, hook: str) -> list[Any]:
+    callbacks = model.trainer.callbacks if hook == "on_before_optimizer_step" else []  # type: ignore[attr-defined]
+    return [model, *callbacks]
