@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 # As many workers as cores, at most four: each imports three frameworks. A worker that is done takes tests from another.
 # Tests start hundreds of processes: without bytecode each would compile the package, and each worker the tests, anew.
 export PYTHONDONTWRITEBYTECODE :=
+# What XLA compiled for a test is there for the next command, too.
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/$(VENV)/.jax
 PYTEST := -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
 .PHONY: train test check check-tests prove lint format bench docs clean

@@ -229,7 +229,7 @@ def test_torchrun_starts_it_and_starts_it_again(text, out):
         "--nproc-per-node=2",
         "--max-restarts=2",
     ]
-    command += ["-m", "halfstep", *words(text, out, "training.steps=40", resume=True)]
+    command += ["-m", "halfstep", *words(text, out, "training.steps=16", resume=True)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         while process.poll() is None and not (out / "checkpoints" / "step-000004").exists():
             time.sleep(0.05)
@@ -240,7 +240,7 @@ def test_torchrun_starts_it_and_starts_it_again(text, out):
     starts = events_of(out, "start")
     assert (starts[0]["resumed_from"], len(starts)) == (None, 2)
     assert starts[1]["resumed_from"] >= 4
-    assert final_state(out)[1]["step"] == 40
+    assert final_state(out)[1]["step"] == 16
 
 
 def spike_once(loop):
