@@ -14,7 +14,7 @@ checkpoint, and the data is a function of (seed, step): a resumed run continues 
 
 import dataclasses
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,8 +89,9 @@ class Loop:
         ceiling: Ceiling = UNMEASURED,
         corpus: Corpus | None = None,
         job: Job | None = None,
+        progress: Callable[..., StepProgress] = StepProgress,
     ):
-        self.job = job or Job()
+        self.job, self._progress = job or Job(), progress
         self.out, self.policy, self.deadline, self.ceiling = out, policy, deadline, ceiling
         self.warnings = list(warnings)
         self._open(config, opened, choice, device, corpus)
@@ -145,7 +146,7 @@ class Loop:
         config, owner = self.config, self.job.owner
         shared, silent = self.job.ranks > 1, None if owner else lossy(None)
         self.stop = StopRequest(shared=shared)
-        self.bar = StepProgress(config.training.steps, start=self.start, stream=silent)
+        self.bar = self._progress(config.training.steps, start=self.start, stream=silent)
         self._gather_warnings()
         self.tally = self._tally_at(self.start)
         devices = self.job.ranks * self.session.num_devices

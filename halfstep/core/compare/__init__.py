@@ -1,0 +1,23 @@
+"""Are two ways to train the same? Answers with their evidence, and with how sure they are.
+
+gaps          the verdict on the gaps of paired runs: same, different, or cannot tell
+band          the first step at which curves part, by a band over all steps and layers
+"""
+
+from halfstep.core.compare.band import FEWEST_FOR_BAND, Parting, Series, band, first_parting
+from halfstep.core.compare.gaps import CompareError, Interval, Kind, Verdict, seed_spread, t_quantile, verdict
+
+__all__ = [
+    "FEWEST_FOR_BAND",
+    "CompareError",
+    "Interval",
+    "Kind",
+    "Parting",
+    "Series",
+    "Verdict",
+    "band",
+    "first_parting",
+    "seed_spread",
+    "t_quantile",
+    "verdict",
+]

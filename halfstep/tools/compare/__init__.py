@@ -1,0 +1,1 @@
+"""Two ways to train, compared: `halfstep compare`."""

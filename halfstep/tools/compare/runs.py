@@ -1,0 +1,176 @@
+"""Short runs to compare: the same weights, data and order of the data for every way to train, several seeds.
+
+Every run has a folder of its own, OUT/WAY/seed-N, so what was interrupted continues where it was, and what is
+there is not trained again.
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from halfstep.config.run import RunConfig
+from halfstep.core.compare import CompareError
+from halfstep.core.errors import ScalingError
+from halfstep.tools import probe
+from halfstep.tools.compare.curves import Curve, read_run
+from halfstep.training.data.corpus import Corpus
+from halfstep.training.data.load import load_corpus
+from halfstep.training.loop import Loop
+from halfstep.training.paths import EVENTS
+from halfstep.training.run import folder
+from halfstep.training.run.health import DivergedError
+from halfstep.training.run.resume import open_run
+from halfstep.training.telemetry.progress import StepProgress, lossy
+
+# Called with steps done, steps in all, and what is being trained.
+OnProgress = Callable[[int, int, str], None]
+RECORDS = 20  # of each layer, over a run
+
+
+class StoppedError(CompareError):
+    """Somebody asked to stop before all runs were trained."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train: what to call it, and its settings; the seed is set for each run."""
+
+    name: str
+    config: RunConfig
+
+
+def paired(
+    config: RunConfig,
+    policies: Sequence[str],
+    seeds: Sequence[int],
+    steps: int,
+    on_progress: OnProgress = lambda done, total, words: None,
+    *,
+    out: Path,
+    device: str | None = None,
+) -> dict[str, dict[int, Curve]]:
+    """Trains a recipe under several policies with several seeds; returns each policy's runs by seed."""
+    config = shortened(config, steps)
+    ways = [Way(policy, dataclasses.replace(config, policy=policy)) for policy in policies]
+    return train_ways(ways, seeds, on_progress, out=out, device=device)
+
+
+def shortened(config: RunConfig, steps: int) -> RunConfig:
+    """Returns the settings of a run of so many steps that is trained to be compared."""
+    training = dataclasses.replace(
+        config.training, steps=steps, validate_every=steps, keep_last=1, loggers=(), measure_ceiling=False
+    )
+    monitor = dataclasses.replace(config.monitor, every=max(1, steps // RECORDS), sample_every=0)
+    return dataclasses.replace(config, training=training, monitor=monitor)
+
+
+def train_ways(
+    ways: Sequence[Way],
+    seeds: Sequence[int],
+    on_progress: OnProgress = lambda done, total, words: None,
+    *,
+    out: Path,
+    device: str | None = None,
+) -> dict[str, dict[int, Curve]]:
+    """Trains each way with each seed, seed by seed, so that what was interrupted leaves whole pairs."""
+    total = len(seeds) * sum(way.config.training.steps for way in ways)
+    corpora: dict[str, Corpus] = {}
+    done = 0
+    curves: dict[str, dict[int, Curve]] = {way.name: {} for way in ways}
+    for seed in seeds:
+        for way in ways:
+            words, before = f"{way.name}, seed {seed}", done
+
+            def report(step: int, words: str = words, before: int = before) -> None:
+                on_progress(before + step, total, words)
+
+            report(0)
+            config = dataclasses.replace(way.config, seed=seed)
+            place = out / folder_name(way) / f"seed-{seed}"
+            curves[way.name][seed] = _train(config, place, corpora, device, report)
+            done += config.training.steps
+    on_progress(total, total, "")
+    return curves
+
+
+def folder_name(way: Way) -> str:
+    """Returns the folder of a way to train: its name where that can be one, and what tells its settings apart."""
+    settings = dataclasses.asdict(dataclasses.replace(way.config, seed=0, title=""))
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+    return f"{re.sub('[^A-Za-z0-9.-]+', '-', way.name)[:40].strip('-.')}-{digest}"
+
+
+def _train(
+    config: RunConfig, out: Path, corpora: dict[str, Corpus], device: str | None, report: Callable[[int], None]
+) -> Curve:
+    """Trains one run, or the rest of it; what diverged is a result and not an error."""
+    if (out / EVENTS).exists() and ((known := read_finished(out)) is not None):
+        return known
+    resumed = folder.has_config(out)
+    opened = open_run(out) if resumed else None
+    if opened is not None:
+        config = opened.config
+    data = config.data
+    source = repr((data.source, data.validation, config.model.vocabulary))
+    if source not in corpora:
+        corpora[source] = load_corpus(data.source, data.validation, config.model.vocabulary)
+    ran = None if opened is None else opened.policy
+    policy, choice = probe.resolve(config, device, ran=ran)
+    loop = Loop(
+        config,
+        policy,
+        out,
+        opened=opened,
+        choice=choice,
+        device=device,
+        corpus=corpora[source],
+        progress=lambda total, start, stream: _Report(total, start, report),
+    )
+    try:
+        outcome = loop.run()
+    except (ScalingError, DivergedError):
+        return _without_memory(read_run(out))
+    if not outcome.finished:
+        raise StoppedError(
+            f"stopped at step {outcome.step} of `{out}`",
+            hint="the same command continues; nothing is trained twice",
+        )
+    return _without_memory(read_run(out))
+
+
+def read_finished(out: Path) -> Curve | None:
+    """Returns a run that has finished or diverged; None if there is something left to train."""
+    if not (folder.has_ended(out) or _has_failed(out)):
+        return None
+    return _without_memory(read_run(out))
+
+
+def _has_failed(out: Path) -> bool:
+    from halfstep.tools.runs import state_of
+
+    return state_of(out).state == "stopped" and bool(read_run(out).problem)
+
+
+def _without_memory(curve: Curve) -> Curve:
+    """On a CPU the peak is that of the process, which has trained other runs too."""
+    about: Mapping[str, Any] = curve.about
+    is_cpu = (about.get("device") or {}).get("kind") == "cpu"
+    return dataclasses.replace(curve, memory=None) if is_cpu else curve
+
+
+class _Report(StepProgress):
+    """The progress of one of several runs: their caller shows it."""
+
+    def __init__(self, total: int, start: int, report: Callable[[int], None]):
+        silent: TextIO = lossy(None)
+        super().__init__(total, start, silent)
+        self._report = report
+
+    def update(self, step: int, **_: Any) -> None:
+        """Reports the step."""
+        self._report(step)

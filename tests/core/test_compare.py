@@ -1,0 +1,183 @@
+"""What is concluded from the losses of two ways to train, without training anything."""
+
+import math
+
+import numpy as np
+import pytest
+
+from halfstep.core.compare import CompareError, Series, band, first_parting, seed_spread, t_quantile, verdict
+
+# By probability and degrees of freedom, as printed in the NIST/SEMATECH e-Handbook, 1.3.6.7.2.
+PUBLISHED = {
+    (0.95, 1): 6.314,
+    (0.995, 1): 63.657,
+    (0.95, 2): 2.920,
+    (0.995, 2): 9.925,
+    (0.95, 3): 2.353,
+    (0.995, 3): 5.841,
+    (0.95, 7): 1.895,
+    (0.995, 7): 3.499,
+    (0.95, 10): 1.812,
+    (0.995, 15): 2.947,
+    (0.95, 30): 1.697,
+    (0.995, 30): 2.750,
+    (0.995, 100): 2.626,
+}
+
+
+@pytest.mark.parametrize(("probability", "degrees"), PUBLISHED)
+def test_quantiles_of_students_t_are_the_published_ones(probability: float, degrees: int) -> None:
+    assert round(t_quantile(probability, degrees), 3) == PUBLISHED[probability, degrees]
+
+
+@pytest.mark.parametrize("probability", [0.75, 0.95, 0.995])
+def test_one_and_two_degrees_of_freedom_have_closed_forms(probability: float) -> None:
+    cauchy = math.tan(math.pi * (probability - 0.5))
+    two = (2 * probability - 1) * math.sqrt(2 / (4 * probability * (1 - probability)))
+    assert t_quantile(probability, 1) == pytest.approx(cauchy, rel=1e-13)
+    assert t_quantile(probability, 2) == pytest.approx(two, rel=1e-13)
+
+
+def test_equal_runs_are_the_same() -> None:
+    result = verdict([0.0, 0.0, 0.0], delta=0.0)
+    assert (result.kind, result.mean, result.interval90, result.more_seeds) == ("same", 0.0, (0.0, 0.0), None)
+
+
+def test_small_gaps_are_the_same_and_large_ones_different() -> None:
+    assert verdict([0.001, -0.002, 0.0015, -0.0005], delta=0.01).kind == "same"
+    assert verdict([0.5, 0.52, 0.48, 0.51], delta=0.01).kind == "different"
+    assert verdict([-0.5, -0.52, -0.48, -0.51], delta=0.01).kind == "different"
+
+
+def test_a_gap_that_is_certain_and_smaller_than_delta_is_the_same() -> None:
+    result = verdict([0.005, 0.0051, 0.0049, 0.005], delta=0.01)
+    assert result.interval99[0] > 0
+    assert result.kind == "same"
+
+
+def test_a_gap_above_delta_with_two_wild_pairs_cannot_be_told() -> None:
+    assert verdict([0.1, 0.9], delta=0.01).kind == "cannot tell"
+
+
+def test_the_intervals_are_those_of_a_textbook() -> None:
+    result = verdict([1.0, 2.0, 3.0, 4.0], delta=0.1)  # mean 2.5, standard deviation 1.2910, standard error 0.6455
+    assert result.interval90 == pytest.approx((2.5 - 2.3534 * 0.6455, 2.5 + 2.3534 * 0.6455), abs=1e-3)
+    assert result.interval99 == pytest.approx((2.5 - 5.8409 * 0.6455, 2.5 + 5.8409 * 0.6455), abs=1e-3)
+
+
+@pytest.mark.parametrize("gaps", [[0.01, -0.01, 0.012, -0.008], [0.05, 0.01, 0.07, 0.02]])
+def test_the_seeds_that_are_asked_for_decide_at_this_spread(gaps: list[float]) -> None:
+    result = verdict(gaps, delta=0.005)
+    assert result.kind == "cannot tell"
+    assert result.more_seeds is not None
+    mean, spread = np.mean(gaps), np.std(gaps, ddof=1)
+
+    def as_many(n: int) -> list[float]:
+        """Returns n gaps with the same mean and spread."""
+        noise = np.resize([1.0, -1.0], n) - (n % 2) / n
+        return list(mean + spread * noise / np.std(noise, ddof=1))
+
+    n = len(gaps) + result.more_seeds
+    assert verdict(as_many(n), delta=0.005).kind != "cannot tell"
+    assert verdict(as_many(n - 1), delta=0.005).kind == "cannot tell"
+
+
+def test_a_gap_right_at_delta_would_need_more_seeds_than_anyone_trains() -> None:
+    assert verdict([0.1, 0.3], delta=0.2).more_seeds is None
+
+
+def test_one_pair_decides_nothing() -> None:
+    result = verdict([5.0], delta=0.01)
+    assert (result.kind, result.interval90, result.more_seeds) == ("cannot tell", (-math.inf, math.inf), None)
+
+
+def test_a_run_that_diverged_is_different() -> None:
+    result = verdict([0.0, math.inf, 0.0, 0.0], delta=0.1)
+    assert (result.kind, result.diverged) == ("different", 1)
+
+
+@pytest.mark.parametrize(("gaps", "delta"), [([], 0.1), ([math.nan], 0.1), ([0.1, 0.2], -1.0)])
+def test_what_is_no_gap_is_refused(gaps: list[float], delta: float) -> None:
+    with pytest.raises(CompareError):
+        verdict(gaps, delta)
+
+
+def test_the_spread_does_not_grow_with_the_number_of_seeds() -> None:
+    draws = np.random.default_rng(0).normal(size=4096)
+    few = np.mean([seed_spread(list(draws[i : i + 4])) ** 2 for i in range(0, 4096, 4)])
+    many = np.mean([seed_spread(list(draws[i : i + 64])) ** 2 for i in range(0, 4096, 64)])
+    assert few == pytest.approx(many, rel=0.02)  # sums of the same 4096 squares, up to the means
+
+
+def test_one_seed_has_no_spread() -> None:
+    with pytest.raises(CompareError, match="two finite losses") as caught:
+        seed_spread([1.0])
+    assert "--delta" in str(caught.value.hint)
+
+
+STEPS = np.arange(1, 201)
+
+
+def curves(seeds: int, rng: np.random.Generator, shift: np.ndarray | float = 0.0) -> Series:
+    return Series(STEPS, 5 / np.sqrt(STEPS) + rng.normal(scale=0.1, size=(seeds, len(STEPS))) + shift)
+
+
+def test_curves_part_where_one_of_them_leaves() -> None:
+    rng = np.random.default_rng(1)
+    reference = curves(4, rng)
+    late = np.where(STEPS > 120, (STEPS - 120) * 0.01, 0.0)
+    left = first_parting({"loss": Series(STEPS, reference.values + late)}, {"loss": reference})
+    assert left is not None
+    assert left.name == "loss"
+    assert 120 < left.step < 160  # the band is 4 sigma / sqrt(2) or so: reached some 30 steps after the bend
+    assert abs(left.gap) > left.band
+
+
+def test_the_same_curves_never_part() -> None:
+    reference = curves(4, np.random.default_rng(2))
+    assert first_parting({"loss": reference}, {"loss": reference}) is None
+
+
+def test_a_layer_that_leaves_before_the_loss_is_named() -> None:
+    rng = np.random.default_rng(3)
+    loss, layer = curves(4, rng), curves(4, rng)
+    left = first_parting(
+        {"loss": loss, "blocks.1": Series(STEPS, layer.values + np.where(STEPS >= 50, 3.0, 0.0))},
+        {"loss": loss, "blocks.1": layer},
+    )
+    assert left is not None
+    assert (left.step, left.name) == (50, "blocks.1")
+
+
+def test_a_loss_that_is_infinite_has_parted() -> None:
+    reference = curves(4, np.random.default_rng(4))
+    values = reference.values.copy()
+    values[2, 80:] = np.inf
+    left = first_parting({"loss": Series(STEPS, values)}, {"loss": reference})
+    assert left is not None
+    assert left.step == 81
+
+
+def test_other_seeds_stay_inside_the_band_of_all_steps_and_layers() -> None:
+    """The band is simultaneous: 25 layers of 200 steps are 5,000 places, and a band drawn place by place at 99 %
+    would be left in every one of these draws."""
+    left = 0
+    for draw in range(20):
+        rng = np.random.default_rng(100 + draw)
+        names = [f"layer {i}" for i in range(25)]
+        reference, other = ({name: curves(8, rng) for name in names} for _ in range(2))
+        left += first_parting(other, reference) is not None
+    # The largest of 28 pairs of 8 seeds, 4 of them independent: chance is at most 1 in 5, or 4 of 20.
+    assert left <= 4
+
+
+def test_a_reference_that_diverged_has_no_band() -> None:
+    reference = curves(4, np.random.default_rng(6))
+    reference.values[1, 30] = np.nan
+    with pytest.raises(CompareError, match="loss is not finite"):
+        band({"loss": reference}, pairs=4)
+
+
+def test_a_band_needs_three_seeds() -> None:
+    with pytest.raises(CompareError, match="3 seeds"):
+        band({"loss": curves(2, np.random.default_rng(5))}, pairs=2)

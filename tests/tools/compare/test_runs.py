@@ -1,0 +1,86 @@
+"""Short runs that are trained to be compared."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from halfstep.config.load import load
+from halfstep.config.run import RunConfig
+from halfstep.tools.compare.runs import StoppedError, paired
+from halfstep.training.loop import Loop
+from halfstep.training.telemetry.events import read_events
+
+SMALL = (
+    "model.layers=1",
+    "model.width=16",
+    "model.heads=1",
+    "model.context=16",
+    "training.batch=2",
+    "training.validation_tokens=256",
+    "optimizer.name=adamw",
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{n} times {n} is {n * n}\n" for n in range(400)))
+    return load("tiny", [*SMALL, f"data.source={text}"])
+
+
+def trained(config: RunConfig, out: Path, policies: Sequence[str] = ("fp32",)) -> list[tuple[int, int, str]]:
+    reports: list[tuple[int, int, str]] = []
+    paired(config, policies, [0, 1], 4, lambda *each: reports.append(each), out=out)
+    return reports
+
+
+def test_policies_begin_with_the_same_weights_and_see_the_same_data(config: RunConfig, tmp_path: Path) -> None:
+    policies = ("fp32", "fp32,moments=bf16")
+    curves = paired(config, policies, [0, 1], 4, out=tmp_path / "out")
+    assert [list(curves[policy]) for policy in policies] == [[0, 1], [0, 1]]
+    one, other = (curves[policy] for policy in policies)
+    for seed in (0, 1):
+        assert one[seed].series["loss"][1][0] == other[seed].series["loss"][1][0]  # before any update, bit for bit
+        assert one[seed].held_out != other[seed].held_out
+        assert list(one[seed].series["loss"][0]) == [1, 2, 3, 4]
+    assert one[0].series["loss"][1][0] != one[1].series["loss"][1][0]
+    assert any(name.startswith("gradient norm of blocks.0") for name in one[0].series)
+
+
+def test_what_is_trained_is_not_trained_again(config: RunConfig, tmp_path: Path, monkeypatch) -> None:
+    first = paired(config, ["fp32"], [0, 1], 4, out=tmp_path / "out")
+    monkeypatch.setattr(Loop, "run", None)  # would be called
+    again = paired(config, ["fp32"], [0, 1], 4, out=tmp_path / "out")
+    for seed in (0, 1):
+        assert again["fp32"][seed].held_out == first["fp32"][seed].held_out
+        np.testing.assert_array_equal(again["fp32"][seed].series["loss"][1], first["fp32"][seed].series["loss"][1])
+
+
+def test_an_interrupted_run_continues(config: RunConfig, tmp_path: Path, monkeypatch) -> None:
+    whole = paired(config, ["fp32"], [0], 4, out=tmp_path / "whole")
+    record = Loop._record
+
+    def interrupted(self: Loop, result: object) -> None:
+        record(self, result)
+        if self.tally.step == 2:
+            self.stop.requested = "SIGINT"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "_record", interrupted)
+        with pytest.raises(StoppedError, match="stopped at step 2"):
+            paired(config, ["fp32"], [0], 4, out=tmp_path / "cut")
+    rest = paired(config, ["fp32"], [0], 4, out=tmp_path / "cut")
+    assert rest["fp32"][0].held_out == whole["fp32"][0].held_out
+    starts = [
+        event for event in read_events(Path(rest["fp32"][0].name) / "events.jsonl") if event["event"] == "start"
+    ]
+    assert [event["resumed_from"] for event in starts] == [None, 2]
+
+
+def test_progress_counts_the_steps_of_all_runs(config: RunConfig, tmp_path: Path) -> None:
+    reports = trained(config, tmp_path / "out")
+    assert [done for done, _, _ in reports] == [0, 1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
+    assert {total for _, total, _ in reports} == {8}
+    assert reports[1][2] == "fp32, seed 0"
