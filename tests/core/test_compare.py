@@ -55,7 +55,7 @@ def test_a_gap_that_is_certain_and_smaller_than_delta_is_the_same() -> None:
     assert result.kind == "same"
 
 
-def test_a_gap_above_delta_with_two_wild_pairs_cannot_be_told() -> None:
+def test_a_gap_above_delta_with_two_wild_pairs_is_no_verdict() -> None:
     assert verdict([0.1, 0.9], delta=0.01).kind == "cannot tell"
 
 
