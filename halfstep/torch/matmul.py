@@ -38,7 +38,8 @@ class Linear(torch.autograd.Function):
     On an NVIDIA GPU a vocabulary of 50,257 is multiplied as 50,264: tensor cores want rows of 16 bytes, and the
     kernels for others are slower, that of an fp32 gradient by two thirds. The zeros change no sum.
 
-    Most layers are this, so nothing is looked up or decided here that need not be (`Casts.direct`).
+    Most layers are this, so nothing is looked up or decided here that need not be (`Casts.direct`). What is
+    returned is no view to autograd (`detach`): an activation may write to it in place.
     """
 
     @staticmethod
@@ -59,7 +60,7 @@ class Linear(torch.autograd.Function):
             w = F.pad(w, (0, 0, 0, lacking)) if lacking else w
             save(ctx, (x, w), (owner, None))
             y = F.linear(x, w)
-            return y[..., :outputs] if lacking else y
+            return y[..., :outputs].detach() if lacking else y
         save(ctx, (x, w), (owner, bias_owner))
         b = bias if bias.dtype is compute else bias.to(compute)
         if not x.is_cuda:
@@ -67,7 +68,7 @@ class Linear(torch.autograd.Function):
         # An NVIDIA GPU adds the bias to the fp32 sum: a kernel and a rounding fewer than elsewhere.
         if x.is_contiguous():
             return F.linear(x, w, b)
-        return torch.addmm(b, rows_of(x), w.t()).view(*x.shape[:-1], -1)
+        return torch.addmm(b, rows_of(x), w.t()).view(*x.shape[:-1], -1).detach()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -114,7 +115,7 @@ class RoundedLinear(torch.autograd.Function):
         else:
             y = matmul(_in(rows_of(x), casts.operand), _in(w.t(), casts.operand), casts.compute)
             y = y if b is None else y + b
-        return y.view(*x.shape[:-1], values.shape[0])
+        return y.view(*x.shape[:-1], values.shape[0]).detach()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:

@@ -188,7 +188,7 @@ class _Narrow(torch.autograd.Function):
             scales = [a.inv_scale, w_amax] if _has_one_scale(p.operand) else []
             amaxes = [] if past is None else [past, torch.stack([x_now, w_now])]
             ctx.save_for_backward(rows if _has_row_scales(p.operand) else a.values, values, *scales, *amaxes)
-        return y.view(*x.shape[:-1], values.shape[0])
+        return y.view(*x.shape[:-1], values.shape[0]).detach()  # no view to autograd, as in matmul.py
 
     @staticmethod
     @once(*NARROW_ONCE)

@@ -366,3 +366,16 @@ def test_a_recurrent_layer_takes_packed_sequences_and_is_refused_where_its_kerne
     with refuses(PolicyError, r"`layer`: torch has no GRU in fp16 on cpu", "layer: compute=fp32"):
         within(nn.GRU(3, 4), "fp16-mixed")
     within(nn.GRU(3, 4), "fp16-mixed; layer: compute=fp32")
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-mixed,emulate=true", "fp8-mixed,emulate=true"])
+@pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8)])
+def test_an_activation_may_write_over_the_output_of_a_layer(policy, shape):
+    x, results, module = draw(*shape), [], nn.Linear(8, 5, bias=policy == "bf16-mixed")
+    for inplace in (False, True):
+        layer = within(module, policy)
+        y = nn.functional.relu(layer(x), inplace=inplace)
+        y.float().square().sum().backward()
+        results.append((y.detach(), layer.weight.grad))
+    for plain, written in zip(*results, strict=True):
+        assert torch.equal(plain, written)
