@@ -62,7 +62,7 @@ def quantize(
 
 
 def carried(x: Tensor, fmt: Format) -> Tensor:
-    """Rounds as hardware does, in fp32: to nearest even, and to infinity beyond the largest number.
+    """Rounds as hardware does, in fp32: to nearest even, and to infinity (e4m3: to NaN) beyond the largest number.
 
     In eager mode by way of the native dtype: the same bits, but for a NaN's payload, some 20 times faster.
     """
@@ -70,7 +70,7 @@ def carried(x: Tensor, fmt: Format) -> Tensor:
         return x
     if fmt in (BF16, FP16) and not compiling():
         return x.to(dtype_of(fmt)).float()
-    return quantize(x, fmt, overflow="inf")
+    return quantize(x, fmt, overflow=fmt.native_overflow)
 
 
 def to_native(x: Tensor, fmt: Format, *, overflow: Overflow) -> Tensor:

@@ -11,8 +11,8 @@ step waits, and nothing that is trained depends on it. `layer_numbers` and `weig
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,6 @@ from halfstep.config.run import MOST_SLICE
 from halfstep.core.errors import HalfstepError
 from halfstep.core.observed import COLUMNS, ROLES, WEIGHT_COLUMNS, LayerInfo, Observation, Sample
 from halfstep.core.stats.tensors import headroom_bits
-from halfstep.torch.lowering import CASTED_TO
 from halfstep.torch.observe.layers import spec, watched
 from halfstep.torch.observe.readback import Unread
 from halfstep.torch.observe.slots import LayerWatch, first_tensor, paused
@@ -34,6 +33,7 @@ from halfstep.torch.observe.sums import Part, observations, part_of
 from halfstep.torch.observe.weights import WeightNumbers, stored
 from halfstep.torch.optim.adamw import Grads
 from halfstep.torch.run.nonfinite import restored
+from halfstep.torch.run.replay import without_marks
 
 NEVER = 2**62  # updates between two copies, if the caller makes them
 
@@ -156,7 +156,7 @@ class Monitor:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(paused())
-            stack.enter_context(_without_marks(self._run))
+            stack.enter_context(without_marks(self._run))
             stack.enter_context(restored(self._run.model))
             for module, info in zip(self._watch.modules, self.layers, strict=True):
                 hook = module.register_forward_hook(_observer(info, seen), with_kwargs=True)
@@ -212,20 +212,6 @@ def _first_rows(batch: Any, share: float) -> tuple[Any, float]:
         return value[:kept] if isinstance(value, Tensor) and value.dim() and value.shape[0] == sizes[0] else value
 
     return tree_map(cut, batch), kept / sizes[0]
-
-
-@contextmanager
-def _without_marks(run: Any) -> Iterator[None]:
-    """Leaves no trace in what the next update goes by: marks for casts of weights, amaxes of delayed operands."""
-    unmarked = [p for p in run.model.parameters() if CASTED_TO not in p.__dict__]
-    pending = None if run.amaxes is None else run.amaxes.pending.clone()
-    try:
-        yield
-    finally:
-        for p in unmarked:
-            p.__dict__.pop(CASTED_TO, None)
-        if run.amaxes is not None and pending is not None:
-            run.amaxes.pending.copy_(pending)
 
 
 def _table(numbers: list[LayerNumbers]) -> list[str]:

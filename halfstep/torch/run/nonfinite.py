@@ -36,7 +36,7 @@ def find(
     stops at what it finds, and all name the same tensor, that of the first rank that has one.
     """
     alone, cause = num_ranks() == 1, None
-    with _eagerly(), torch.enable_grad(), restored(model):
+    with eagerly(), torch.enable_grad(), restored(model):
         for number, batch in enumerate(micro_batches):
             watch = _Watch(model)
             with watch, watch.origins:
@@ -60,7 +60,7 @@ def find(
     return Cause("nowhere", "run again, the step is finite: dropout, another batch or a later update decides it")
 
 
-def _eagerly() -> AbstractContextManager[object]:
+def eagerly() -> AbstractContextManager[object]:
     """Has compiled functions run as they were written; what nothing was compiled with is not imported."""
     known = "torch._dynamo" in sys.modules
     return torch.compiler.set_stance("force_eager") if known else nullcontext()
@@ -195,6 +195,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 def restored(model: nn.Module) -> Iterator[None]:
     """Restores gradients, buffers and the random state afterwards."""
     gradients = [(p, p.grad) for p in model.parameters()]
+    held = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     with torch.random.fork_rng(devices):
@@ -203,6 +204,8 @@ def restored(model: nn.Module) -> Iterator[None]:
                 p.grad = None
             yield
         finally:
+            for place, before in held:
+                place.update(before)  # a module may have put another tensor there
             with torch.no_grad():
                 for b, old in buffers:
                     b.copy_(old)
