@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from halfstep.config.model import ModelConfig, Shape, parameter_shapes
 from halfstep.config.run import OptimizerConfig
 
+ADAMW, MUON = ("exp_avg", "exp_avg_sq"), ("momentum",)  # m and v, and the momentum, in a checkpoint
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # a, b, c of Jordan et al., 2024
 _KINDS = {"embed": "embeddings", "positions": "embeddings", "lm_head": "head"}
 
@@ -41,6 +42,21 @@ def parameter_groups(model: ModelConfig, config: OptimizerConfig) -> list[Group]
     # Sorting is stable: among the groups of one kind the order is that of the forward pass.
     ordered = sorted(groups.items(), key=lambda item: item[0][:2], reverse=True)
     return [Group(tuple(names), muon, rate, decay) for (muon, _, rate, decay), names in ordered]
+
+
+def moments(model: ModelConfig, config: OptimizerConfig) -> dict[str, tuple[int, str, str]]:
+    """Returns what a checkpoint holds of the optimizers: of each moment the group, the parameter and the kind.
+
+    `optimizer.0` is Muon if the recipe asks for it, and AdamW is the last. The groups are in no name, and neither
+    is a count: all are the number of updates applied, which a checkpoint holds once.
+    """
+    named = {}
+    for index, group in enumerate(parameter_groups(model, config)):
+        place = int(config.name == "muon" and not group.muon)
+        for parameter in group.names:
+            for kind in MUON if group.muon else ADAMW:
+                named[f"optimizer.{place}.{parameter}.{kind}"] = (index, parameter, kind)
+    return named
 
 
 def _settings(name: str, shape: Shape, config: OptimizerConfig) -> tuple[bool, bool, float, float]:

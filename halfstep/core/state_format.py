@@ -3,13 +3,15 @@
 State is flat, {name: (dtype, shape, bytes)}, with the same names on every backend:
 
     model.<parameter>                       masters, in the format they are held in
-    optimizer.<i>.<parameter>.<moment>      moments, in their own format, never in the parameter's
+    optimizer.<i>.<parameter>.<moment>      moments, in their own format, never in the parameter's; those of a run
+                                            of `halfstep train` have the names of config.groups on every backend
     scale.<field>, applied                  the law of scaling, and how many updates were applied
     rng.<device>                            random state, as bytes
 
 Loading checks names, shapes and dtypes before it changes anything: fp32 moments never come back bf16. A run that
-changes its policy converts its state first: what was learned keeps every bit or is refused, and what belongs to
-the policy (scale, amax histories, measured layers) starts as in a new run.
+changes its policy or its backend converts its state first: what was learned keeps every bit or is refused, and what
+belongs to the policy (scale, amax histories, measured layers) or to the backend (random states, and the last two)
+starts as in a new run.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -59,8 +61,9 @@ DTYPE_NAMES = {
     **{f"uint{bits}": f"U{bits}" for bits in (64, 32, 16, 8)},
     "bool": "BOOL",
 }
-# What belongs to a policy: a run that changes it starts these anew.
-_OF_POLICY = ("scale.", "amax.", "narrow.")
+# What belongs to a policy, and to a framework: a run that changes it starts these anew.
+OF_POLICY = ("scale.", "amax.", "narrow.")
+OF_BACKEND = ("rng.", "amax.", "narrow.")
 _FLOATS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # numpy has no bf16: its codes
 _FORMATS = {"BF16": BF16, "F16": FP16}
 _WORDS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -110,17 +113,20 @@ def widen(held: Stored, remainder: Stored | None = None) -> NDArray[np.float32]:
 
 
 def convert(
-    given: Mapping[str, Stored], ours: Mapping[str, Stored], formats: Mapping[str, Format] | None = None
+    given: Mapping[str, Stored],
+    ours: Mapping[str, Stored],
+    formats: Mapping[str, Format] | None = None,
+    anew: tuple[str, ...] = OF_POLICY,
 ) -> dict[str, Stored]:
-    """Returns a state that another policy saved as this run holds it, exactly; refuses it if bits would be lost.
+    """Returns a state that another policy or backend saved as this run holds it, exactly, or refuses it.
 
-    `ours` is the state of the fresh run: it says how each tensor is held; what belongs to the policy is its own.
+    `ours` is the state of the fresh run: it says how each tensor is held, and what starts `anew` is its own.
     `formats` are those of masters and moments: emulated ones are held wider.
     """
-    converted = {name: value for name, value in ours.items() if name.startswith(_OF_POLICY)}
+    converted = {name: value for name, value in ours.items() if name.startswith(anew)}
     lossy: dict[str, str] = {}
     for name, held in given.items():
-        if name.startswith((*_OF_POLICY, "remainder.")):
+        if name.startswith((*anew, "remainder.")):
             continue
         want, half = ours.get(name), f"remainder.{name.removeprefix('model.')}"
         converted[name] = held

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from jax import Array, lax
 
-from halfstep.config.groups import NEWTON_SCHULZ, parameter_groups
+from halfstep.config.groups import NEWTON_SCHULZ, moments, parameter_groups
 from halfstep.config.model import ModelConfig
 from halfstep.config.run import OptimizerConfig
 from halfstep.core.errors import HalfstepError
@@ -95,6 +95,17 @@ def build_optimizers(
         {"muon": ours, "adamw": adam},
         lambda params: {name: "muon" if name in group.names else "adamw" for name in params},
     )
+
+
+def names_in_state(model: ModelConfig, config: OptimizerConfig) -> dict[str, str]:
+    """Returns the moments of `build_optimizers` by their names in the state, with those that a checkpoint has."""
+    optax_names = {"exp_avg": "mu", "exp_avg_sq": "nu", "momentum": "momentum"}
+    named = {}
+    for name, (_, parameter, kind) in moments(model, config).items():
+        place = f"inner_states.{'muon' if kind == 'momentum' else 'adamw'}.inner_state.0"
+        place = place if config.name == "muon" else "0"
+        named[f"optimizer.{place}.{parameter}.{optax_names[kind]}"] = name
+    return named
 
 
 def decays(params: Any) -> Any:

@@ -37,7 +37,7 @@ from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.measure import devices
 from halfstep.jax.model import Decoder
 from halfstep.jax.observe.monitor import Monitor, Unread
-from halfstep.jax.optim import Schedule, build_optimizers
+from halfstep.jax.optim import Schedule, build_optimizers, names_in_state
 from halfstep.jax.parallel import check_divides, place_rows
 from halfstep.jax.run.nonfinite import find
 from halfstep.jax.state import bytes_of, load_state, restored, state_of, stored
@@ -89,7 +89,7 @@ class Session:
         check_reach(policy, reach(config.model))
         self.model = plain.with_policy(policy)
         self.micro_batches = config.training.micro_batches
-        self._optimizer = optimizer
+        self._optimizer, self._moments = optimizer, names_in_state(config.model, config.optimizer)
         self._build()
         evaluated = partial(_on_masters, plain.with_policy(policy.evaluation()).loss)
         shared = evaluated if self.mesh is None else _shared(evaluated, self.mesh)
@@ -198,13 +198,13 @@ class Session:
             return np.asarray(self._next(params, self._to_device(padded), len(window) - 1))
 
     def state(self) -> dict[str, Stored]:
-        state = jax.device_get(state_of(self.run) | to_state(self.averages))
+        state = jax.device_get(self._state())
         return {name: stored(array) for name, array in state.items()}
 
     def snapshot(self) -> Snapshot:
         """Starts a copy of the state without waiting for it: the next step consumes the arrays themselves."""
         with self._here():
-            state = self._of_one(state_of(self.run) | to_state(self.averages))
+            state = self._of_one(self._state())
             copies = {name: jnp.copy(array) for name, array in state.items()}
         return lambda: {name: bytes_of(array) for name, array in jax.device_get(copies).items()}
 
@@ -227,7 +227,9 @@ class Session:
     def load(self, state: Mapping[str, Stored]) -> None:
         given = {name: restored(record) for name, record in state.items()}
         averages = pop_from_state(given, self.averages)
-        self.run = load_state(self.run, given)
+        ours = {self._moments.get(name, name): name for name in state_of(self.run)}
+        given |= {name: given["applied"] for name in self._counts() if "applied" in given}
+        self.run = load_state(self.run, {ours.get(name, name): array for name, array in given.items()})
         if self.averages is not None:
             self.averages = {n: jax.device_put(averages[n], old.sharding) for n, old in self.averages.items()}
 
@@ -248,6 +250,14 @@ class Session:
 
     def ran_out(self, error: BaseException) -> bool:
         return memory.ran_out(error)
+
+    def _state(self) -> dict[str, Array]:
+        """Returns the live arrays by the names of a checkpoint, without counts: each is that of applied updates."""
+        counts, arrays = self._counts(), state_of(self.run) | to_state(self.averages)
+        return {self._moments.get(name, name): array for name, array in arrays.items() if name not in counts}
+
+    def _counts(self) -> set[str]:
+        return {n for n in state_of(self.run) if n.startswith("optimizer.") and n not in self._moments}
 
     def _here(self) -> AbstractContextManager[Any]:
         """Traces for this device: a program for another, such as a kernel of attention, would not run here."""

@@ -9,7 +9,7 @@ import numpy as np
 from mlx.optimizers import MultiOptimizer
 from numpy.typing import NDArray
 
-from halfstep.config.groups import parameter_groups
+from halfstep.config.groups import moments, parameter_groups
 from halfstep.config.model import reach
 from halfstep.config.run import OptimizerConfig, RunConfig
 from halfstep.config.weights import Weights, initial_weights
@@ -82,6 +82,7 @@ class Session:
                 ranks=None if schedule is None else joined(),  # what does not train needs no others
             )
             self.averages = self.run.masters.wide() if config.training.ema else None
+        self._moments = names_in_state(config)
         self._rates = [optimizer.learning_rate for optimizer in self.run.optimizers]
 
     @property
@@ -149,7 +150,9 @@ class Session:
             return np.array(self.model.capped(self.model(window)[0, -1]))
 
     def state(self) -> dict[str, Stored]:
-        return {name: stored(array) for name, array in (self.run.state | to_state(self.averages)).items()}
+        arrays = self.run.state | to_state(self.averages)
+        kept = {n: a for n, a in arrays.items() if n in self._moments or not n.startswith("optimizer.")}
+        return {self._moments.get(name, name): stored(array) for name, array in kept.items()}
 
     def snapshot(self) -> Snapshot:
         """Copies the state at once: host and device share their memory, and one thread evaluates."""
@@ -200,8 +203,16 @@ class Session:
         with mx.stream(self.device):
             given = {name: restored(record) for name, record in state.items()}
             averages = pop_from_state(given, self.averages)
-            self.run.load(given)
+            ours = {self._moments.get(name, name): name for name in self.run.state}
+            self.run.load(self._of_optimizers(given) | {ours.get(n, n): array for n, array in given.items()})
             self.averages = averages or None
+
+    def _of_optimizers(self, given: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        """Returns what MLX's optimizers hold beside moments: counts, of applied updates, and what each step sets."""
+        live = self.run.state
+        others = {n: a for n, a in live.items() if n.startswith("optimizer.") and n not in self._moments}
+        applied = given.get("applied", live["applied"])
+        return {n: applied.astype(a.dtype) if n.endswith(".step") else a for n, a in others.items()}
 
     def load_weights(self, state: Mapping[str, Stored]) -> None:
         weights = {k: restored(v) for k, v in state.items() if k.startswith(("model.", "remainder."))}
@@ -255,6 +266,13 @@ def build_optimizers(model: Decoder, config: OptimizerConfig, policy: Policy) ->
             built.append(AdamW(group.rate, config.betas, config.epsilon, group.weight_decay))
     filters = [lambda name, _, names=set(group.names): name in names for group in groups[:-1]]
     return MultiOptimizer(built, filters)
+
+
+def names_in_state(config: RunConfig) -> dict[str, str]:
+    """Returns the moments of `build_optimizers` by their names in the state, with those that a checkpoint has."""
+    mlx_names = {"exp_avg": "m", "exp_avg_sq": "v", "momentum": "momentum"}
+    named = moments(config.model, config.optimizer).items()
+    return {f"optimizer.{group}.{parameter}.{mlx_names[kind]}": name for name, (group, parameter, kind) in named}
 
 
 def _sum_and_count(model: Any, tokens: mx.array) -> tuple[mx.array, float]:

@@ -195,11 +195,12 @@ class Session:
 
     def state(self) -> dict[str, Stored]:
         """Returns everything that the next step depends on."""
-        return {name: stored(tensor) for name, tensor in state_of(self.run).items()}
+        return {name: stored(tensor) for name, tensor in state_of(self.run).items() if not _is_count(name)}
 
     def snapshot(self) -> Snapshot:
         """Launches a copy of what this rank writes, without waiting; ends the use of the previous snapshot."""
-        return self._copies.take(*written(self.run))
+        tensors, rows = written(self.run)
+        return self._copies.take({name: t for name, t in tensors.items() if not _is_count(name)}, rows)
 
     def rows(self, name: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
         """Returns the rows of a tensor in a state that this rank has, first and end; None if all of it."""
@@ -228,7 +229,10 @@ class Session:
 
     def load(self, state: Mapping[str, Stored]) -> None:
         """Restores a state, or refuses it entirely."""
-        load_state(self.run, {name: restored(record) for name, record in state.items()})
+        given = {name: restored(record) for name, record in state.items()}
+        if "applied" in given:  # which is what every count of an optimizer is
+            given |= {name: given["applied"].float() for name in state_of(self.run) if _is_count(name)}
+        load_state(self.run, given)
 
     def load_weights(self, state: Mapping[str, Stored]) -> None:
         """Loads only the weights of a state, for evaluation and sampling."""
@@ -259,6 +263,10 @@ class Session:
         if self.device.type == "cuda":
             tensor = tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device, torch.int64)
+
+
+def _is_count(name: str) -> bool:
+    return name.startswith("optimizer.") and name.endswith(".step")
 
 
 def _make_deterministic(*, compiled: bool) -> None:
