@@ -71,8 +71,8 @@ def train(
     resume
         Resume the run in --out; without --out, the run in runs/ that was trained last (of this recipe, if you
         name one). If you name both a recipe and --out and there is no run yet, start it. With --policy it
-        continues in another precision, and with --set training.steps=... it trains further; docs/checkpoints.md
-        lists what else may change.
+        continues in another precision, with --backend on another framework, and with --set training.steps=... it
+        trains further; docs/checkpoints.md lists what else may change.
     allow_older
         With --resume: if the newest checkpoint is damaged, set it aside and resume from the one before it.
     deadline

@@ -252,7 +252,7 @@ class Session:
         return memory.ran_out(error)
 
     def _state(self) -> dict[str, Array]:
-        """Returns the live arrays by the names of a checkpoint, without counts: each is that of applied updates."""
+        """Returns the live arrays by the names of a checkpoint, without counts: all equal `applied`."""
         counts, arrays = self._counts(), state_of(self.run) | to_state(self.averages)
         return {self._moments.get(name, name): array for name, array in arrays.items() if name not in counts}
 

@@ -208,7 +208,7 @@ class Session:
             self.averages = averages or None
 
     def _of_optimizers(self, given: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """Returns what MLX's optimizers hold beside moments: counts, of applied updates, and what each step sets."""
+        """Returns what MLX's optimizers hold beside moments: counts, all of them `applied`, and rates."""
         live = self.run.state
         others = {n: a for n, a in live.items() if n.startswith("optimizer.") and n not in self._moments}
         applied = given.get("applied", live["applied"])

@@ -2,7 +2,7 @@
 
     RUN/checkpoints/step-000500/
         state.safetensors      every tensor, bit for bit
-        manifest.json          {"format": 1, "step": 500,
+        manifest.json          {"format": 3, "step": 500,
                                 "files": {"state.safetensors": {"sha256": ..., "bytes": ...}},
                                 "tensors": {name: {"dtype": "BF16", "shape": [...]}},
                                 ...,            what the caller adds: policy, config, data position, versions
@@ -14,7 +14,7 @@ are. A tensor that every rank has whole is in one file:
     RUN/checkpoints/step-000500/
         state-00001-of-00002.safetensors
         state-00002-of-00002.safetensors
-        manifest.json          {"format": 2, "files": {...}, "tensors": {
+        manifest.json          {"format": 4, "files": {...}, "tensors": {
                                 name: {"dtype": ..., "shape": [50, 16], "rows": {FILE: [0, 25], FILE: [25, 50]}},
                                 name: {"dtype": ..., "shape": [], "file": FILE}}, ...}
 
@@ -63,7 +63,7 @@ from halfstep.training.checkpoints.tensors import (
 from halfstep.training.files import PICKLES, digest_of, flush, os_errors, write_whole
 from halfstep.training.paths import CHECKPOINTS
 
-FORMAT, FORMAT_OF_PARTS = 1, 2
+FORMAT, FORMAT_OF_PARTS = 3, 4  # 1 and 2 named moments as each framework does
 STATE = "state.safetensors"
 PART = re.compile(r"state-\d{5,}-of-\d{5,}\.safetensors")  # what one rank of several wrote
 OWN_KEYS = ("format", "step", "files", "tensors", "digest")

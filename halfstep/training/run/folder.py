@@ -24,10 +24,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from halfstep.config.groups import parameter_groups
 from halfstep.config.load import load, to_toml
-from halfstep.config.run import DataConfig, OptimizerConfig, RunConfig
-from halfstep.config.schema import build, flatten
+from halfstep.config.run import DataConfig, RunConfig
+from halfstep.config.schema import flatten
 from halfstep.core.errors import ConfigError
 from halfstep.core.policy import read
 from halfstep.training.checkpoints.checkpoint import step_folders
@@ -41,14 +40,13 @@ FREE |= {f"training.{name}" for name in ("keep_last", "keep_every", "keep_best",
 FREE |= {f"training.{name}" for name in ("compile", "recompute_blocks")} | {"parallel.shard", "parallel.timeout"}
 FREE |= {f"monitor.{name}" for name in ("on", "every", "sample_every", "slice")}
 
-CHANGEABLE = {"policy"} | {f"training.{name}" for name in ("steps", "warmup", "warmdown", "clip_norm")}
+CHANGEABLE = {"policy", "backend"} | {f"training.{name}" for name in ("steps", "warmup", "warmdown", "clip_norm")}
 CHANGEABLE |= {f"optimizer.{name}" for name in ("rate", "embedding_rate", "head_rate", "scalar_rate", "muon_rate")}
 CHANGEABLE |= {f"optimizer.{name}" for name in ("epsilon", "weight_decay", "muon_weight_decay")}
 
 # Why the others may not differ, by the setting or its section.
 _MOMENTS = "the moments in the checkpoint were gathered with it"
 REASONS = {
-    "backend": "the moments in the checkpoint are those of its framework",
     "seed": "the order of the data follows from it, and data would be repeated or omitted",
     "init": "the run has left its initial weights behind",
     "init_digest": "the run has left its initial weights behind",
@@ -242,14 +240,6 @@ def check_same_settings(out: Path, saved: Path, manifest: Mapping[str, Any], con
         raise ConfigError(
             f"`{saved}` has made {manifest['step']} steps, and training.steps is {config.training.steps}",
             hint=_further(out, manifest["step"]),
-        )
-    before = build(OptimizerConfig, manifest["config"].get("optimizer", {}), "optimizer.")
-    grouped, groups = (parameter_groups(config.model, each) for each in (before, config.optimizer))
-    if [group.names for group in grouped] != [group.names for group in groups]:
-        raise ConfigError(
-            "the rates of AdamW's matrices (embedding, head and, without Muon, blocks) changed so that others are "
-            "equal: the checkpoint holds their moments by rate",
-            hint="let those rates be equal that were, and those differ that did; Muon's and scalar_rate are free",
         )
 
 

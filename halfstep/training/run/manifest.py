@@ -8,6 +8,7 @@ In addition to the digests of checkpoint.py, the manifest holds:
     config, init         the settings, and where the initial weights came from
     data                 identity of the data, position in it, and how much of it rollbacks skipped
     random               every random state there is, and what is drawn without one
+    other backends       what a run on another backend takes over, what starts anew there, and what is refused
     aliases              tensors that are saved once under another name: tied weights
     held_out             the loss of an evaluation at this very step, or null
     guard                which step was good, and the state of the spike rule (health.py)
@@ -19,7 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import safetensors
@@ -27,14 +28,14 @@ import safetensors
 from halfstep import __version__
 from halfstep.config.flops import flops_per_token
 from halfstep.config.model import ModelConfig, module_names, owner, parameter_shapes
-from halfstep.config.run import RunConfig, TrainingConfig, in_words
+from halfstep.config.run import Backend, RunConfig, TrainingConfig, in_words
 from halfstep.config.schema import Count, build
 from halfstep.core.choice import Choice
 from halfstep.core.errors import ConfigError
 from halfstep.core.formats import Format
 from halfstep.core.policy import Policy
 from halfstep.core.scaling import NoScale
-from halfstep.core.state_format import Stored, convert
+from halfstep.core.state_format import OF_BACKEND, OF_POLICY, Stored, convert
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.checkpoint import Loaded
 from halfstep.training.data.batches import Batches
@@ -48,6 +49,7 @@ from halfstep.training.telemetry.events import SettingsChange
 
 # Settings that a resumed run may change although they change bits: sums are taken in another order.
 _SWITCHES = ("compile", "recompute_blocks", "batch", "micro_batches")
+_ANEW = {"policy": OF_POLICY, "backend": OF_BACKEND}
 
 
 @dataclass(frozen=True)
@@ -122,13 +124,14 @@ class RunContext:
         """Puts a checkpoint into the session; returns the settings that differ from its own, and records them.
 
         A checkpoint that was verified and not read is read here: of processes that share the state, each its rows.
-        Under another policy, masters, moments and averages keep every bit or the checkpoint is refused.
+        Under another policy or backend, masters, moments and averages keep every bit or the checkpoint is refused.
         """
         changed = changed_settings(saved.manifest, self.resolved())
         arrays = saved.arrays or checkpoint.load(saved.path, self.session.rows)[0]
-        if "policy" in changed:
+        if anew := tuple(p for key, prefixes in _ANEW.items() if key in changed for p in prefixes):
             ours = self.session.state()
-            arrays = convert(arrays, ours, held_formats(self.policy, self.config.model, ours))
+            _check_optimizer(saved, arrays, ours, self.config.backend)
+            arrays = convert(arrays, ours, held_formats(self.policy, self.config.model, ours), anew)
         self.session.load(arrays)
         self.changes = list(saved.manifest.get("changes", []))
         if changed:
@@ -169,6 +172,11 @@ class RunContext:
                 "states": "tensors named rng.*: the framework's own generators; the decoder draws none from them",
                 "data order": "Philox keyed by (seed, epoch); no state",
                 "stochastic rounding": "Philox keyed by (seed, update, tensor, element); no state",
+            },
+            "other backends": {
+                "taken over": "masters, moments of AdamW and Muon, averages, counts, loss scale, data position",
+                "anew": "random states (rng.*), amax histories (amax.*), the choice of measured layers (narrow.*)",
+                "refused": "moments of other optimizers; --init takes the weights alone",
             },
             "versions": {
                 "halfstep": __version__,
@@ -235,6 +243,21 @@ def check_manifest(manifest: Mapping[str, Any], path: Path, needed: type[Recorde
         ) from None
 
 
+def _check_optimizer(
+    saved: Loaded, arrays: Mapping[str, Stored], ours: Mapping[str, Stored], backend: str
+) -> None:
+    """Refuses moments of an optimizer that the backend of the run does not have."""
+    was = saved.manifest["config"].get("backend", backend)
+    odd = sorted(name for name in arrays if name.startswith("optimizer.") and name not in ours)
+    if odd and was != backend:
+        raise ConfigError(
+            f"`{saved.path}` was saved on {was} and holds `{odd[0]}` ({len(odd)} such tensors), which no "
+            f"optimizer of this run has on {backend}: AdamW and Muon come over, others do not",
+            hint=f"resume it on {was}; or begin a new run with its weights: `--init {saved.path} "
+            f"--backend {backend}`",
+        )
+
+
 def check_same_data(manifest: Mapping[str, Any], path: Path, context: RunContext) -> None:
     """Refuses to resume a checkpoint of other data."""
     if manifest["data"]["digest"] != context.corpus.digest:
@@ -255,6 +278,10 @@ def describe_changes(
         scaled = "" if isinstance(scale, NoScale) else f", and the loss scale starts at {scale.init().scale:g}"
         kept = f"masters, moments and averages are kept bit for bit{scaled}"
         lines.append(f"{begin} the policy is `{policy[1]}` (it was `{policy[0]}`): {kept}")
+    if backend := rest.pop("backend", None):
+        kept = "masters, moments, averages and the position in the data are kept bit for bit"
+        kept += "" if policy else ", and so is the loss scale"
+        lines.append(f"{begin} {backend[1]} computes (it was {backend[0]}): {kept}; random states start anew")
     if rest:
         words = [
             f"{key} is {in_words(key, now)} (it was {in_words(key, was)})" for key, (was, now) in rest.items()
@@ -284,7 +311,9 @@ def _describe_schedule(manifest: Mapping[str, Any], changed: Collection[str], co
 def changes(manifest: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Returns a warning if other software or hardware computes now: only the same promises the same bits."""
     was, here = _computed_by(manifest), _computed_by(now)
-    pairs = {name: (then, here.get(name)) for name, then in was.items() if then is not None}
+    moved = manifest["config"].get("backend") != now["config"]["backend"]  # which is said on its own
+    gone = set(get_args(Backend)) | {"threads"} if moved else set()
+    pairs = {name: (then, here.get(name)) for name, then in was.items() if then is not None and name not in gone}
     differ = [f"{name} was {then} and is {now}" for name, (then, now) in pairs.items() if then != now]
     if not differ:
         return []

@@ -89,7 +89,7 @@ def test_any_buffer_can_be_saved_and_the_manifest_lists_what_is_there(tmp_path):
     path = save(tmp_path, 7, arrays_of(1), META)
     manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
     content = (path / "state.safetensors").read_bytes()
-    assert manifest["format"] == 1
+    assert manifest["format"] == 3
     assert manifest["files"] == {
         "state.safetensors": {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
     }
@@ -392,9 +392,9 @@ def rewrite(path, **changes):
 def test_another_format_is_refused_by_number_even_by_latest(tmp_path):
     save(tmp_path, 1, arrays_of(1), META)
     path = save(tmp_path, 2, arrays_of(2), META)
-    rewrite(path, format=3)
+    rewrite(path, format=1)
     for act in (lambda: load(path), lambda: latest(tmp_path)):
-        with pytest.raises(CheckpointError, match="has format 3, this halfstep reads formats 1 and 2"):
+        with pytest.raises(CheckpointError, match="has format 1, this halfstep reads formats 3 and 4"):
             act()
 
 

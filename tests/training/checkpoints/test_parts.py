@@ -84,7 +84,7 @@ def test_each_rank_writes_a_file_and_one_process_reads_whole_tensors(tmp_path):
     files = [f"state-0000{rank}-of-00004.safetensors" for rank in (1, 2, 3, 4)]
     assert sorted(entry.name for entry in target.iterdir()) == ["manifest.json", *files]
     found, manifest = load(target)
-    assert (manifest["format"], manifest["step"], manifest["policy"]) == (2, 5, "fp32")
+    assert (manifest["format"], manifest["step"], manifest["policy"]) == (4, 5, "fp32")
     assert manifest["tensors"]["model.w"] == {
         "dtype": "F32",
         "shape": [10, 3],

@@ -86,7 +86,7 @@ def test_what_is_refused_on_load_stops_no_prune(tmp_path):
     make(tmp_path, s1=1.0, s2=2.0, s3=3.0, s4=4.0)
     (tmp_path / "step-000001" / "weights.pt").write_bytes(b"exported by hand")
     manifest = tmp_path / "step-000002" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    manifest.write_text(manifest.read_text().replace('"format": 3', '"format": 4'))
     assert [path.name for path in prune(tmp_path, Retention(1))] == ["step-000003"]
     assert names(tmp_path) == [1, 2, 4]
     assert best_step(survey(tmp_path)) == 4

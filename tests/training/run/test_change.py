@@ -1,6 +1,7 @@
 """Settings that are changed at a resume: the precision, how long to train, rates; and those that may not be."""
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -158,9 +159,7 @@ def test_a_text_of_ones_own_must_be_the_same_when_a_run_resumes(text, tmp_path):
 REFUSED = {
     "training.steps=4": "has made 8 steps, and training.steps is 4",
     "seed=1": "seed was 0 and is now 1; it cannot change, because the order of the data follows from it",
-    "backend=jax": "backend was 'torch' and is now 'jax'; it cannot change, because the moments",
     "optimizer.betas=[0.8,0.9]": "because the moments in the checkpoint were gathered with it",
-    "optimizer.embedding_rate=0.1": "changed so that others are equal",
 }
 
 
@@ -174,12 +173,50 @@ def test_what_may_not_change_is_refused_with_the_reason(text, out):
     resume(out).lock.release()
 
 
-def test_rates_that_no_matrix_shares_are_free_and_a_rate_of_0_is_shown_as_what_it_means(text, out):
+@pytest.mark.parametrize("setting", ["scalar_rate", "embedding_rate"])
+def test_every_rate_is_free_and_a_rate_of_0_is_shown_as_what_it_means(text, out, setting):
     interrupt_at(start(text, out, "optimizer.name=adamw"), 9)
-    loop = change(out, "optimizer.scalar_rate=0.01")
+    loop = change(out, f"optimizer.{setting}=0.01")
     (warning,) = loop.warnings
-    assert "optimizer.scalar_rate is 0.01 (it was `optimizer.rate`)" in warning
+    assert f"optimizer.{setting} is 0.01 (it was `optimizer.rate`)" in warning
     loop.lock.release()
+
+
+def test_the_backend_changes_at_a_resume_and_is_recorded(text, out):
+    """To MLX and back: what was learned comes over bit for bit, and the record says what did not."""
+    interrupt_at(start(text, out, policy=FP16), 9)
+    before, manifest = final_state(out)
+    assert "random states" in manifest["other backends"]["anew"]
+    loop = change(out, "backend=mlx", f"policy={FP16}")
+    state = loop.session.state()
+    assert all(bytes(state[name].data) == value[2] for name, value in before.items())
+    (warning,) = loop.warnings[:1]
+    assert "from step 8 on mlx computes (it was torch): masters, moments, averages and the position" in warning
+    assert "kept bit for bit, and so is the loss scale; random states start anew" in warning
+    assert not any("None" in line for line in loop.warnings)
+    interrupt_at(loop, 10)
+    assert folder.read_config(out).backend == "mlx"
+    loop = resume(out)  # the checkpoint is still one of torch
+    assert loop.run().finished
+    manifest = final_state(out)[1]
+    assert manifest["changes"] == [{"step": 8, "settings": {"backend": ["torch", "mlx"]}}]
+    assert {"mlx"} == manifest["versions"].keys() & {"torch", "jax", "mlx"}
+    assert change(out, "backend=torch", "training.steps=14").run().finished
+    assert final_state(out)[1]["step"] == 14
+
+
+def test_moments_that_another_backend_has_no_optimizer_for_are_refused_with_the_way_out(text, out):
+    interrupt_at(start(text, out), 9)
+    saved = checkpoint.latest(out / paths.CHECKPOINTS)
+    arrays, manifest = checkpoint.load(saved)
+    arrays["optimizer.0.embed.weight.momentum_buffer"] = arrays["model.embed.weight"]
+    meta = {key: value for key, value in manifest.items() if key not in checkpoint.OWN_KEYS}
+    shutil.rmtree(saved)
+    checkpoint.save(saved.parent, manifest["step"], arrays, meta)
+    said = r"saved on torch and holds `optimizer\.0\.embed\.weight\.momentum_buffer`"
+    with pytest.raises(ConfigError, match=said) as caught:
+        change(out, "backend=mlx")
+    assert "resume it on torch; or begin a new run with its weights: `--init" in caught.value.hint
 
 
 def test_a_recipe_that_says_something_else_changes_nothing(text, out):
