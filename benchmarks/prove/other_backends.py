@@ -11,8 +11,8 @@ frameworks and computed nothing.
 **The bound.** A sum of n products in fp32, in any order, is the exact sum for weights changed by a relative
 gamma = n u / (1 - n u) at most, u = 2^-24 (Higham, Accuracy and Stability of Numerical Algorithms, 3.1, 3.5). So
 a backend trains like exact arithmetic whose weights change by up to gamma before each step. A control run on torch
-does that: before each step it multiplies every weight by 1 + gamma or 1 - gamma, at random. n is the longest sum of
-the model: over the vocabulary, the tokens of a batch, or the inputs of a matrix. Errors of rounding mostly cancel
+does that: before each step it multiplies every weight by 1 + gamma or 1 - gamma, at random. n is the longest sum
+of the model: over the vocabulary, the tokens of a batch, or the inputs of a matrix. Errors of rounding cancel
 and reach about sqrt(n) u, so the control errs more than a backend. Two computed runs are each that far from the
 exact one, so a resumed run's losses may differ from the uninterrupted run's on torch by twice the most that the
 control's do. The whole run counts: one that begins on MLX differs from its first step on.
