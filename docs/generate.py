@@ -31,7 +31,17 @@ API = {
         *("casts_for", "linear", "attention", "layer_norm", "rms_norm", "softmax", "cross_entropy", "quantize"),
     ],
     "halfstep.jax": [
-        *("init", "make_step", "State", "StepResult", "Weighted", "check", "summary", "state_of", "load_state"),
+        *(
+            "init",
+            "make_step",
+            "State",
+            "StepResult",
+            "Weighted",
+            "check",
+            "summary",
+            "state_dict",
+            "load_state_dict",
+        ),
         *("audit", "Monitor"),
         *("casts_for", "dot_general", "linear", "attention"),
         *("layer_norm", "rms_norm", "softmax", "cross_entropy", "quantize"),

@@ -10,8 +10,8 @@ from .layers import softmax as softmax
 from .lowering import casts_for as casts_for
 from .observe.monitor import Monitor as Monitor
 from .state import State as State
-from .state import load_state as load_state
-from .state import state_of as state_of
+from .state import load_state_dict as load_state_dict
+from .state import state_dict as state_dict
 from .state import summary as summary
 from .step import StepResult as StepResult
 from .step import Weighted as Weighted

@@ -40,7 +40,7 @@ from halfstep.jax.observe.monitor import Monitor, Unread
 from halfstep.jax.optim import Schedule, build_optimizers, names_in_state
 from halfstep.jax.parallel import check_divides, place_rows
 from halfstep.jax.run.nonfinite import find
-from halfstep.jax.state import bytes_of, load_state, restored, state_of, stored
+from halfstep.jax.state import bytes_of, load_state_dict, restored, state_dict, stored
 from halfstep.jax.step import StepResult, Weighted, check, compiled, first_state, make_step
 
 Tokens = NDArray[np.int32]
@@ -227,17 +227,17 @@ class Session:
     def load(self, state: Mapping[str, Stored]) -> None:
         given = {name: restored(record) for name, record in state.items()}
         averages = pop_from_state(given, self.averages)
-        ours = {self._moments.get(name, name): name for name in state_of(self.run)}
+        ours = {self._moments.get(name, name): name for name in state_dict(self.run)}
         given |= {name: given["applied"] for name in self._counts() if "applied" in given}
-        self.run = load_state(self.run, {ours.get(name, name): array for name, array in given.items()})
+        self.run = load_state_dict(self.run, {ours.get(name, name): array for name, array in given.items()})
         if self.averages is not None:
             self.averages = {n: jax.device_put(averages[n], old.sharding) for n, old in self.averages.items()}
 
     def load_weights(self, state: Mapping[str, Stored]) -> None:
-        ours = state_of(self.run)
+        ours = state_dict(self.run)
         given = {name: restored(record) for name, record in state.items() if name.startswith("model.")}
         given = {name: x.astype(ours[name].dtype) if name in ours else x for name, x in given.items()}
-        self.run = load_state(self.run, {n: x for n, x in ours.items() if not n.startswith("model.")} | given)
+        self.run = load_state_dict(self.run, {n: x for n, x in ours.items() if not n.startswith("model.")} | given)
 
     def applied(self) -> int:
         return int(self.run.num_applied)
@@ -253,11 +253,11 @@ class Session:
 
     def _state(self) -> dict[str, Array]:
         """Returns the live arrays by the names of a checkpoint, without counts: all equal `applied`."""
-        counts, arrays = self._counts(), state_of(self.run) | to_state(self.averages)
+        counts, arrays = self._counts(), state_dict(self.run) | to_state(self.averages)
         return {self._moments.get(name, name): array for name, array in arrays.items() if name not in counts}
 
     def _counts(self) -> set[str]:
-        return {n for n in state_of(self.run) if n.startswith("optimizer.") and n not in self._moments}
+        return {n for n in state_dict(self.run) if n.startswith("optimizer.") and n not in self._moments}
 
     def _here(self) -> AbstractContextManager[Any]:
         """Traces for this device: a program for another, such as a kernel of attention, would not run here."""

@@ -101,7 +101,7 @@ def check_state(state: Any) -> None:
         )
 
 
-def state_of(state: State) -> dict[str, Array]:
+def state_dict(state: State) -> dict[str, Array]:
     """Returns every array that the next step depends on: the live ones, not copies."""
     arrays = {f"model.{name}": _plain(leaf) for name, leaf in Leaves(state.params).values.items()}
     arrays |= {name: _plain(leaf) for name, leaf in _optimizer(state).items()}
@@ -109,15 +109,15 @@ def state_of(state: State) -> dict[str, Array]:
     return arrays | {"applied": state.num_applied}
 
 
-def load_state(state: State, given: Mapping[str, Any]) -> State:
+def load_state_dict(state: State, given: Mapping[str, Any]) -> State:
     """Returns the state with given arrays. Those of another model, optimizer or precision are refused whole."""
     if not isinstance(given, Mapping):
         raise HalfstepError(
             f"a state is restored from arrays by name, not a {type(given).__name__}",
-            hint="load_state(state, np.load(file)) reads what np.savez(file, **state_of(state)) wrote",
+            hint="load_state_dict(state, np.load(file)) reads what np.savez(file, **state_dict(state)) wrote",
         )
     given = {name: _with_name_of_bf16(array) for name, array in given.items()}
-    check_same(_described(state_of(state)), _described(given))
+    check_same(_described(state_dict(state)), _described(given))
     scale = saved_scale(state.policy.scale, given)
     leaves = Leaves(state.params)
     params = [_like(given[f"model.{name}"], leaf) for name, leaf in leaves.values.items()]

@@ -150,7 +150,7 @@ class Session:
             return np.array(self.model.capped(self.model(window)[0, -1]))
 
     def state(self) -> dict[str, Stored]:
-        arrays = self.run.state | to_state(self.averages)
+        arrays = self.run.state_dict() | to_state(self.averages)
         kept = {n: a for n, a in arrays.items() if n in self._moments or not n.startswith("optimizer.")}
         return {self._moments.get(name, name): stored(array) for name, array in kept.items()}
 
@@ -203,13 +203,15 @@ class Session:
         with mx.stream(self.device):
             given = {name: restored(record) for name, record in state.items()}
             averages = pop_from_state(given, self.averages)
-            ours = {self._moments.get(name, name): name for name in self.run.state}
-            self.run.load(self._of_optimizers(given) | {ours.get(n, n): array for n, array in given.items()})
+            ours = {self._moments.get(name, name): name for name in self.run.state_dict()}
+            self.run.load_state_dict(
+                self._of_optimizers(given) | {ours.get(n, n): array for n, array in given.items()}
+            )
             self.averages = averages or None
 
     def _of_optimizers(self, given: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Returns what MLX's optimizers hold beside moments: counts, all of them `applied`, and rates."""
-        live = self.run.state
+        live = self.run.state_dict()
         others = {n: a for n, a in live.items() if n.startswith("optimizer.") and n not in self._moments}
         applied = given.get("applied", live["applied"])
         return {n: applied.astype(a.dtype) if n.endswith(".step") else a for n, a in others.items()}

@@ -52,7 +52,7 @@ def load_state(live: Live, given: Mapping[str, mx.array], law: Scale) -> None:
     if not (isinstance(given, Mapping) and all(isinstance(array, mx.array) for array in given.values())):
         raise HalfstepError(
             "the state must be a dict of MLX's arrays by name, and is not",
-            hint="run.load(mx.load(file)) reads what mx.save_safetensors or mx.savez wrote of run.state",
+            hint="run.load_state_dict(mx.load(file)) reads what mx.save_safetensors wrote of run.state_dict()",
         )
     check_same(_described(state_of(live)), _described(given))
     scale = saved_scale(law, given)

@@ -324,12 +324,11 @@ class Run:
             known = f"forward: the loss of rank {rank}" if rank >= 0 else ""
             raise stuck_error(float(result.scale), cause or known)
 
-    @property
-    def state(self) -> dict[str, mx.array]:
-        """Every array that the next step depends on, by the names of state.py: mx.save_safetensors takes them."""
+    def state_dict(self) -> dict[str, mx.array]:
+        """Returns every array that the next step depends on, by name: mx.save_safetensors takes them."""
         return state_of(Live(self._places(), self.masters.remainders, self.scalars))
 
-    def load(self, state: Mapping[str, mx.array]) -> None:
+    def load_state_dict(self, state: Mapping[str, mx.array]) -> None:
         """Restores a state, bit for bit. One of another model, optimizer or precision is refused whole."""
         self._check_open()
         load_state(Live(self._places(), self.masters.remainders, self.scalars), state, self.policy.scale)
@@ -370,7 +369,7 @@ class Run:
         return engine.check(record)
 
     def _audit_updates(self, record: Record, loss_fn: LossFn, batch: Any, steps: int) -> None:
-        saved, record.updates = dict(self.state), steps
+        saved, record.updates = self.state_dict(), steps
         weights = {weight.name: weight for weight in record.weights if weight.name in self.masters.places}
         try:
             for _ in range(steps):
@@ -383,7 +382,7 @@ class Run:
                     before = weights[name].updates
                     weights[name].updates = counts if before is None else before.merge(counts)
         finally:
-            self.load(saved)
+            self.load_state_dict(saved)
 
     def unprepare(self) -> Module:
         """Returns the model in its own classes again, with its exact masters in fp32. This ends the run."""

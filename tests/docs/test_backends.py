@@ -11,7 +11,7 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCKS = [
     (page, place, block)
-    for page in ("backends.md", "fp8.md")
+    for page in ("backends.md", "fp8.md", "saving.md")
     for place, block in enumerate(re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), flags=re.S))
 ]
 
@@ -23,7 +23,7 @@ def run_block(page, place, **names):
 
 
 def test_every_block_has_a_test():
-    tested = [*(("backends.md", n) for n in range(10)), ("fp8.md", 0)]
+    tested = [*(("backends.md", n) for n in range(10)), ("fp8.md", 0), *(("saving.md", n) for n in range(3))]
     assert [(page, place) for page, place, _ in BLOCKS] == tested
 
 
@@ -95,3 +95,55 @@ def test_fp8(capsys):
     ran = run_block("fp8.md", 0, torch=torch, model=torch.nn.Sequential(torch.nn.Linear(16, 16)))
     assert "bf16" in capsys.readouterr().out
     assert ran["model"] is not None
+
+
+def test_saving_on_torch(tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    from halfstep.torch import prepare
+
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(4, 4)
+    run = prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1), "bf16-mixed,emulate=true")
+    losses = []
+    for _ in range(2):  # from the same state, to the same bits
+        losses.append(run.step(lambda x: model(x).float().square().mean(), [torch.ones(2, 4)]).loss)
+        if len(losses) == 1:
+            before = {name: tensor.clone() for name, tensor in run.state_dict()["tensors"].items()}
+            run_block("saving.md", 0, run=run, torch=torch)
+            after = run.state_dict()["tensors"]
+            assert before.keys() == after.keys()
+            assert all(torch.equal(before[name], after[name]) for name in before)
+    assert losses[1] < losses[0]
+
+
+def test_saving_on_jax(tmp_path, monkeypatch):
+    jnp = pytest.importorskip("jax.numpy")
+    import optax
+
+    from halfstep.jax import init, state_dict
+
+    monkeypatch.chdir(tmp_path)
+    state = init({"w": jnp.full((4, 4), 0.01)}, optax.adam(0.1), "bf16-mixed,moments=bf16")
+    ran = run_block("saving.md", 1, state=state, np=np)
+    assert ran["state"] is not state
+    before, after = state_dict(state), state_dict(ran["state"])
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_saving_on_mlx(tmp_path, monkeypatch):
+    nn = pytest.importorskip("mlx.nn")
+    import mlx.core as mx
+    from mlx import optimizers
+
+    from halfstep.mlx import prepare
+
+    monkeypatch.chdir(tmp_path)
+    run = prepare(nn.Linear(4, 4), optimizers.Adam(0.1), "bf16-mixed,param=fp32:split")
+    run.step(lambda model, x: (model(x) ** 2).mean(), [mx.ones((2, 4))])
+    before = run.state_dict()
+    run_block("saving.md", 2, run=run, mx=mx)
+    after = run.state_dict()
+    assert before.keys() == after.keys()
+    assert all(mx.array_equal(before[name], after[name]) for name in before)
+    assert run.num_applied == 1

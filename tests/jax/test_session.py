@@ -7,7 +7,7 @@ from halfstep.config.load import load
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.jax.session import Session
-from halfstep.jax.state import state_of
+from halfstep.jax.state import state_dict
 from tests.token_batches import batch
 
 SMALL = ["model.context=8", "model.layers=1", "model.width=16", "model.heads=2", "optimizer.name=adamw"]
@@ -41,10 +41,10 @@ def test_the_schedule_does_not_count_skipped_steps():
     assert s.state()["applied"] == saved["applied"]
     assert s.read(s.step(batch(1, s)))["skipped"] == 1
     assert s.applied() == 1
-    counts = [int(count) for name, count in state_of(s.run).items() if name.endswith("count")]
+    counts = [int(count) for name, count in state_dict(s.run).items() if name.endswith("count")]
     assert {*counts} == {1}  # Adam's, and the schedule's
     s.load(s.state())
-    assert [int(count) for name, count in state_of(s.run).items() if name.endswith("count")] == counts
+    assert [int(count) for name, count in state_dict(s.run).items() if name.endswith("count")] == counts
 
 
 def test_the_step_starts_at_the_scale_and_refuses_a_wrong_number_of_micro_batches():

@@ -13,7 +13,7 @@ import pytest
 
 from halfstep.core.errors import HalfstepError
 from halfstep.core.scaling import ScaleState
-from halfstep.jax.state import load_state, restored, state_of, stored
+from halfstep.jax.state import load_state_dict, restored, state_dict, stored
 from halfstep.jax.step import init, make_step
 
 OPTIMIZER = optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(lambda n: -0.1 / (1 + n)))
@@ -44,7 +44,7 @@ def trained(count, policy=POLICY, state=None):
 
 
 def test_names_are_those_of_every_backend():
-    assert set(state_of(trained(0))) == {
+    assert set(state_dict(trained(0))) == {
         *("model.layer.weight", "model.layer.bias", "model.seen", "model.key", "applied"),
         *(f"optimizer.0.layer.{p}.{m}" for p in ("weight", "bias") for m in ("mu", "nu")),
         *("optimizer.0.count", "optimizer.1.count"),
@@ -54,11 +54,11 @@ def test_names_are_those_of_every_backend():
 
 def test_a_restored_state_continues_bit_for_bit():
     one = trained(2)
-    saved = {name: stored(array) for name, array in state_of(one).items()}
-    other = load_state(trained(1), {name: restored(record) for name, record in saved.items()})
+    saved = {name: stored(array) for name, array in state_dict(one).items()}
+    other = load_state_dict(trained(1), {name: restored(record) for name, record in saved.items()})
     assert other.policy == one.policy
     one, other = trained(3, state=one), trained(3, state=other)
-    left, right = ({name: stored(x) for name, x in state_of(state).items()} for state in (one, other))
+    left, right = ({name: stored(x) for name, x in state_dict(state).items()} for state in (one, other))
     assert left == right
     assert other.params["layer"]["weight"].dtype == jnp.bfloat16
     assert jnp.issubdtype(other.params["key"].dtype, jax.dtypes.prng_key)
@@ -67,15 +67,15 @@ def test_a_restored_state_continues_bit_for_bit():
 def test_numpys_own_files_will_do(tmp_path):
     """np.savez writes bf16 as two bytes without a name."""
     one = trained(2)
-    arrays = {name: np.asarray(array) for name, array in state_of(one).items()}
+    arrays = {name: np.asarray(array) for name, array in state_dict(one).items()}
     np.savez(tmp_path / "state.npz", **arrays)
-    other = load_state(trained(0), np.load(tmp_path / "state.npz"))
-    assert {n: stored(x) for n, x in state_of(other).items()} == {n: stored(x) for n, x in arrays.items()}
+    other = load_state_dict(trained(0), np.load(tmp_path / "state.npz"))
+    assert {n: stored(x) for n, x in state_dict(other).items()} == {n: stored(x) for n, x in arrays.items()}
 
 
 def test_what_is_no_mapping_of_arrays_is_refused():
     with pytest.raises(HalfstepError, match="arrays by name, not a str") as caught:
-        load_state(trained(0), "state.npz")
+        load_state_dict(trained(0), "state.npz")
     assert "np.load" in caught.value.hint
 
 
@@ -116,7 +116,7 @@ def test_a_state_of_sharded_parameters_lies_where_they_do():
 def test_the_scale_is_part_of_the_state():
     fresh = init(params(), OPTIMIZER, "fp16-mixed")
     moved = dataclasses.replace(fresh, scale=ScaleState(*map(jnp.asarray, (np.float32(8), 3, 1, True))))
-    back = load_state(fresh, state_of(moved))
+    back = load_state_dict(fresh, state_dict(moved))
     assert [np.asarray(value).item() for value in back.scale] == [8, 3, 1, True]
 
 
@@ -125,7 +125,7 @@ def test_no_field_of_the_state_is_left_out():
     given = {"policy", "seed", "names", "origin"}
     kinds = {"params": "model.", "opt_state": "optimizer.", "scale": "scale.", "num_applied": "applied"}
     assert {field.name for field in dataclasses.fields(trained(0))} == given | kinds.keys()
-    assert all(any(name.startswith(kind) for name in state_of(trained(0))) for kind in kinds.values())
+    assert all(any(name.startswith(kind) for name in state_dict(trained(0))) for kind in kinds.values())
 
 
 @pytest.mark.parametrize(
@@ -138,12 +138,12 @@ def test_no_field_of_the_state_is_left_out():
     ],
 )
 def test_a_state_of_another_shape_or_precision_is_refused_whole(make, said):
-    given = state_of(trained(1))
+    given = state_dict(trained(1))
     target = make()
-    before = {name: stored(x) for name, x in state_of(target).items()}
+    before = {name: stored(x) for name, x in state_dict(target).items()}
     with pytest.raises(HalfstepError, match=said):
-        load_state(target, given)
-    assert before == {name: stored(x) for name, x in state_of(target).items()}
+        load_state_dict(target, given)
+    assert before == {name: stored(x) for name, x in state_dict(target).items()}
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32, jnp.bool_, jnp.uint8])
@@ -163,6 +163,6 @@ def test_the_loss_scale_of_an_fp32_run_is_not_taken_into_an_fp16_one():
     params, optimizer = {"w": jnp.ones((2, 2))}, optax.sgd(0.1)
     plain, scaled = (init(params, optimizer, policy) for policy in ("fp32", "fp16-mixed"))
     with pytest.raises(HalfstepError, match=r"a loss scale of 1, which `scale=dynamic` does not have"):
-        load_state(scaled, state_of(plain))
-    rest = {name: value for name, value in state_of(plain).items() if not name.startswith("scale.")}
-    assert float(load_state(scaled, rest).scale.scale) == 65536
+        load_state_dict(scaled, state_dict(plain))
+    rest = {name: value for name, value in state_dict(plain).items() if not name.startswith("scale.")}
+    assert float(load_state_dict(scaled, rest).scale.scale) == 65536

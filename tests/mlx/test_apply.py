@@ -324,7 +324,7 @@ def test_frozen_parameters_integers_and_private_arrays_are_left_alone():
     assert mx.array_equal(model.base.weight, before)
     assert model.order.tolist() == [3, 2, 1, 0]
     assert (model.order.dtype, model._table.dtype) == (mx.int32, mx.float32)
-    assert "model._table" not in run.state
+    assert "model._table" not in run.state_dict()
 
 
 def test_a_module_that_is_held_twice_is_trained_once():

@@ -67,11 +67,11 @@ def test_moments_of_a_bf16_model_are_fp32():
 
 def test_moments_do_not_change_their_dtype_on_load():
     run = prepare(ones(), AdamW(), "bf16-mixed")
-    given = dict(run.state)
+    given = run.state_dict()
     name = "optimizer.0.weight.m"
     given[name] = given[name].astype(mx.bfloat16)
     with pytest.raises(HalfstepError, match="bfloat16 of shape"):
-        run.load(given)
+        run.load_state_dict(given)
     assert run.optimizer.state["weight"]["m"].dtype == mx.float32
 
 

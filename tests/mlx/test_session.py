@@ -39,7 +39,9 @@ def test_matrices_decay_and_the_rest_does_not(optimizer):
     names = {f"optimizer.{i}": o for i, o in enumerate(s.run.optimizers)}
     seen = set()
     for name, array in weights(s).items():
-        owners = [o for prefix, o in names.items() if any(k.startswith(f"{prefix}.{name}.") for k in s.state())]
+        owners = [
+            o for prefix, o in names.items() if any(k.startswith(f"{prefix}.{name}.") for k in s.run.state_dict())
+        ]
         assert len(owners) == 1
         matrix = array.ndim == 2 and name.endswith(".weight")
         in_blocks = optimizer == "muon" and matrix and name.startswith("blocks.")

@@ -43,22 +43,22 @@ def test_a_restored_state_continues_bit_for_bit(policy):
     mx.random.seed(1)
     one = run(policy)
     train(one, range(3))
-    saved = through_bytes(one.state)
+    saved = through_bytes(one.state_dict())
     other = run(policy)
     train(other, [9])  # elsewhere, so that anything left out of the state would show
     mx.random.seed(99)
-    other.load(saved)
+    other.load_state_dict(saved)
     right = train(other, range(3, 6))
-    ours = through_bytes(other.state)
-    one.load(saved)  # there is one random key in a process: this run's dropout continues from it
+    ours = through_bytes(other.state_dict())
+    one.load_state_dict(saved)  # there is one random key in a process: this run's dropout continues from it
     assert train(one, range(3, 6)) == right
-    for name, array in one.state.items():
+    for name, array in one.state_dict().items():
         assert mx.array_equal(ours[name], array), name
         assert ours[name].dtype == array.dtype, name
 
 
 def test_names_are_those_of_every_backend_and_what_mlx_adds():
-    names = set(run("bf16-mixed,param=fp32:split").state)
+    names = set(run("bf16-mixed,param=fp32:split").state_dict())
     trained = ("0.weight", "0.bias", "2.weight")
     assert names == {
         *(f"model.layers.{p}" for p in trained),
@@ -72,27 +72,27 @@ def test_names_are_those_of_every_backend_and_what_mlx_adds():
 def test_mlx_saves_and_loads_it_directly(tmp_path):
     one, other = (run("bf16-mixed,param=fp32:split", drop=0.0) for _ in range(2))
     train(one, range(2))
-    mx.save_safetensors(str(tmp_path / "state.safetensors"), one.state)
-    other.load(mx.load(str(tmp_path / "state.safetensors")))
+    mx.save_safetensors(str(tmp_path / "state.safetensors"), one.state_dict())
+    other.load_state_dict(mx.load(str(tmp_path / "state.safetensors")))
     assert train(one, [5]) == train(other, [5])
 
 
 def test_a_state_without_remainders_and_weights_of_another_shape_are_refused():
     with pytest.raises(HalfstepError, match=r"`layers\.0\.weight` has the shape"):
-        load_weights(run().masters, run(width=6).state)
-    given, target = through_bytes(run().state), run("bf16-mixed,param=fp32:split")
-    before = through_bytes(target.state)
+        load_weights(run().masters, run(width=6).state_dict())
+    given, target = through_bytes(run().state_dict()), run("bf16-mixed,param=fp32:split")
+    before = through_bytes(target.state_dict())
     with pytest.raises(HalfstepError, match="lacks `remainder"):
-        target.load(given)
-    after = target.state
+        target.load_state_dict(given)
+    after = target.state_dict()
     assert all(mx.array_equal(before[name], after[name]) for name in before)
 
 
 def test_restoring_a_state_drops_earlier_gradients():
     r = run(drop=0.0)
-    saved = through_bytes(r.state)
+    saved = through_bytes(r.state_dict())
     r.accumulate(r.value_and_grad(lambda model, x: model(x).sum())(draw(3, 4))[1])
-    r.load(saved)
+    r.load_state_dict(saved)
     with pytest.raises(HalfstepError, match="no gradients"):
         r.update()
 
@@ -121,7 +121,7 @@ def test_a_nan_keeps_its_bits_and_a_dtype_that_mlx_lacks_is_refused():
 @pytest.mark.parametrize("given", ["state.npz", {"applied": np.ones(())}])
 def test_what_is_no_state_is_refused_with_the_way_to_read_one(given):
     with pytest.raises(HalfstepError, match="dict of MLX's arrays") as caught:
-        run().load(given)
+        run().load_state_dict(given)
     assert "mx.load" in caught.value.hint
 
 

@@ -85,17 +85,17 @@ POLICIES = ["fp32", "bf16-mixed", "bf16-mixed,param=fp32:split", "bf16-true,mome
 def test_a_step_that_is_not_finite_changes_nothing_but_the_scale(policy, bad):
     r = run(policy, optimizer=AdamW(lambda step: 0.1 / (1 + step)))
     r.step(squares, [data(4)])
-    before = r.state
+    before = r.state_dict()
     result = r.step(lambda model, x: mx.square(model(x)).sum() * bad, [data(4)])
     assert result.skipped.item()
-    after = r.state
+    after = r.state_dict()
     same = {name for name in before if mx.array_equal(before[name], after[name])}
     # the scale, and how many good steps it has seen
     assert before.keys() - same <= {"scale.scale", "scale.good_steps"}
     assert ("scale.scale" in same) == (policy != FP16)
     assert not r.step(squares, [data(4)]).skipped.item()
     assert r.num_applied.item() == 2
-    assert not mx.array_equal(r.state["model.weight"], before["model.weight"])
+    assert not mx.array_equal(r.state_dict()["model.weight"], before["model.weight"])
 
 
 def test_the_graph_does_not_grow_from_step_to_step():
@@ -148,7 +148,7 @@ def test_a_compiled_update_takes_unscaled_gradients():
         for _ in range(2):
             grads = r.value_and_grad(squares)(data(4))[1]
             r.update(r.unscale(grads) if unscaled else grads)
-        found.append({name: value for name, value in r.state.items() if not name.startswith("rng.")})
+        found.append({name: value for name, value in r.state_dict().items() if not name.startswith("rng.")})
     assert all(mx.allclose(value, found[1][name]).item() for name, value in found[0].items())
 
 
@@ -276,9 +276,9 @@ def test_a_hundred_steps_with_split_masters_are_those_with_fp32_masters_bit_for_
     assert results[0].loss.item() == results[1].loss.item()
     for index in (0, 3):
         name = f"layers.{index}.weight"
-        hi, lo = split.state[f"model.{name}"], split.state[f"remainder.{name}"]
+        hi, lo = split.state_dict()[f"model.{name}"], split.state_dict()[f"remainder.{name}"]
         assert (hi.dtype, lo.dtype) == (mx.bfloat16, mx.int16)
-        assert mx.array_equal(join(hi, lo), whole.state[f"model.{name}"])
+        assert mx.array_equal(join(hi, lo), whole.state_dict()[f"model.{name}"])
     assert split.model.layers[2].weight.dtype == mx.float32  # gains are never split
     assert split.masters.remainders.keys() == {"layers.0.weight", "layers.3.weight"}
 
@@ -315,7 +315,7 @@ def test_moments_are_stored_in_their_format_and_computed_in_fp32():
 def test_rules_give_masters_and_moments_by_name():
     r = run("bf16-mixed; layers.0: param=bf16,moments=bf16", model=mlp())
     r.step(squares, [data(4)])
-    dtypes = {name: array.dtype for name, array in r.state.items()}
+    dtypes = {name: array.dtype for name, array in r.state_dict().items()}
     assert dtypes["model.layers.0.weight"] == dtypes["optimizer.0.layers.0.bias.m"] == mx.bfloat16
     assert dtypes["model.layers.3.weight"] == dtypes["optimizer.0.layers.3.weight.m"] == mx.float32
 
@@ -325,14 +325,14 @@ def test_many_optimizers_make_one_update():
         [mlx.optimizers.SGD(0.1, momentum=0.9), AdamW(0.01)], [lambda name, _: name.endswith("3.weight")]
     )
     r = run(FP16, model=mlp(), optimizer=optimizer)
-    before = r.state
+    before = r.state_dict()
     assert r.step(lambda model, x: mx.square(model(x)).sum() * float("inf"), [data(4)]).skipped.item()
-    moved = [name for name, array in r.state.items() if not mx.array_equal(array, before[name])]
+    moved = [name for name, array in r.state_dict().items() if not mx.array_equal(array, before[name])]
     assert moved == ["scale.scale"]
     assert r.scale_state.scale.item() == 512  # halved once, however many optimizers there are
     r.step(squares, [data(4)])
-    assert "optimizer.0.layers.3.weight.v" in r.state
-    assert "optimizer.1.layers.0.weight.m" in r.state
+    assert "optimizer.0.layers.3.weight.v" in r.state_dict()
+    assert "optimizer.1.layers.0.weight.m" in r.state_dict()
 
 
 class Noisy(nn.Module):

@@ -17,7 +17,7 @@ from halfstep.cli.main import run
 from halfstep.config.load import load
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.jax import Weighted, init, load_state, make_step, state_of
+from halfstep.jax import Weighted, init, load_state_dict, make_step, state_dict
 from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.session import Session
 from tests.token_batches import batch
@@ -158,8 +158,8 @@ def keys():
     weights = {"w": jnp.ones(2), "key": key, "count": jnp.int32(3)}
     step = make_step(lambda params, batch: (params["w"] * batch).sum(), optimizer, mesh=mesh)
     state, _ = step(init(weights, optimizer, "fp32", mesh=mesh), np.ones((4, 2), np.float32))
-    saved = {name: np.asarray(array) for name, array in state_of(state).items()}
-    again = load_state(init(weights, optimizer, "fp32", mesh=mesh), saved)
+    saved = {name: np.asarray(array) for name, array in state_dict(state).items()}
+    again = load_state_dict(init(weights, optimizer, "fp32", mesh=mesh), saved)
     states = [step(each, np.ones((4, 2), np.float32))[0] for each in (state, again)]
     return [np.asarray(each.params["w"]).tobytes() for each in states]
 

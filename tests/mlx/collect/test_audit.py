@@ -270,10 +270,10 @@ def test_our_recipes_have_no_finding(recipe, policy):
     }.get(recipe, [])
     config = load(recipe, [*SMALL, *extra, "model.vocabulary=64", "data.source=stdlib"])
     s = Session(config, Policy.parse(policy), "cpu", lambda applied, xp: 1.0)
-    before = {name: np.array(array.astype(mx.float32)) for name, array in s.run.state.items()}
+    before = {name: np.array(array.astype(mx.float32)) for name, array in s.run.state_dict().items()}
     tokens = mx.array(np.random.default_rng(0).integers(0, 64, (2, 17)))
     assert s.run.audit(_sum_and_count, tokens, steps=2) == []
-    after = {name: np.array(array.astype(mx.float32)) for name, array in s.run.state.items()}
+    after = {name: np.array(array.astype(mx.float32)) for name, array in s.run.state_dict().items()}
     assert all(np.array_equal(before[name], after[name]) for name in before)
 
 

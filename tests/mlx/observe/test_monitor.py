@@ -63,7 +63,7 @@ def trained(run, steps=3):
 
 
 def state(run):
-    return {name: np.array(array.astype(mx.float32)) for name, array in run.state.items()}
+    return {name: np.array(array.astype(mx.float32)) for name, array in run.state_dict().items()}
 
 
 def same_state(one, other):

@@ -82,7 +82,7 @@ def train(policy, alone, unscales):
             rows.append([float(getattr(result, name)) for name in NAMES])
     finally:
         mx.distributed.all_sum = whole
-    return rows, bits({k: v for k, v in run.state.items() if k != "rng.mlx"}), summed, run.summary()
+    return rows, bits({k: v for k, v in run.state_dict().items() if k != "rng.mlx"}), summed, run.summary()
 
 
 def norm_of_terms(policy):
@@ -115,7 +115,7 @@ def skip(policy):
             run.check(result)
         except HalfstepError as error:
             return error.message
-        states.append(bits({k: v for k, v in run.state.items() if k.startswith("model.")}))
+        states.append(bits({k: v for k, v in run.state_dict().items() if k.startswith("model.")}))
     return rows, states
 
 
