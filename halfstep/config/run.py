@@ -157,6 +157,10 @@ class MonitorConfig:
     samples only after an alarm and at the end."""
     slice: Annotated[int, Bounds(at_least=1, at_most=MOST_SLICE)] = 4096
     """How many elements of each tensor are counted in every step, always the same ones."""
+    shadow_every: Count = 0
+    """Steps between two shadows: before a step, the same weights and batch run in fp32, and eight times with noise
+    of the format, to compare the loss and each layer's gradient. Takes some fifteen steps' time; 0 for none; on
+    torch."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +209,12 @@ class RunConfig:
                 f"optimizer.head_rate is {self.optimizer.head_rate:g}, but the head is tied to the embedding",
                 hint="set optimizer.embedding_rate, or model.tied = false",
             )
+        if self.monitor.shadow_every and self.backend != "torch":
+            raise ConfigError(
+                f"monitor.shadow_every = {self.monitor.shadow_every}, and backend {self.backend} cannot run a "
+                "step again in other formats: they are compiled into it",
+                hint="use --backend torch, or leave monitor.shadow_every at 0",
+            )
         self._check_parallel()
 
     def _check_parallel(self) -> None:
@@ -244,7 +254,7 @@ NEEDS: dict[str, dict[str, Bounds | tuple[object, ...]]] = {
     "optimizer.muon_momentum_start": {"optimizer.name": ("muon",), "optimizer.muon_momentum_warmup": _SEVERAL},
     "optimizer.muon_momentum_warmup": {"optimizer.name": ("muon",)},
     "optimizer.muon_weight_decay": {"optimizer.name": ("muon",)},
-    **{f"monitor.{name}": {"monitor.on": (True,)} for name in ("every", "sample_every", "slice")},
+    **{f"monitor.{name}": {"monitor.on": (True,)} for name in ("every", "sample_every", "slice", "shadow_every")},
 }
 # What other libraries call a setting with the same meaning.
 NAMES_ELSEWHERE = {

@@ -90,6 +90,8 @@ class History:
     warnings: list[Event] = field(default_factory=list)
     findings: list[Event] = field(default_factory=list)
     layers: LayerHistory = field(default_factory=LayerHistory)
+    shadows: dict[int, Event] = field(default_factory=dict)
+    shadow: Event | None = None  # of the next step
 
     @property
     def start(self) -> Event:
@@ -191,6 +193,8 @@ class History:
                     session.first_step = step
                 session.last_step = step
                 self.steps.add(step, event)
+                if self.shadow is not None and int(self.shadow["step"]) == step:
+                    self.shadows[step], self.shadow = self.shadow, None
             case "validation":
                 self.validations[int(event["step"])] = event
             case "checkpoint":
@@ -201,6 +205,8 @@ class History:
                 self.layers.add(event)
             case "sample":
                 self.layers.sample(event)
+            case "shadow":
+                self.shadow = event
             case "finding":
                 self.findings.append(event)
             case "warning" if self._is_of_the_start(event):
@@ -217,7 +223,7 @@ class History:
     def _drop_from(self, step: int) -> None:
         self.steps.drop_from(step)
         self.layers.drop_from(step)
-        for kept in (self.validations, self.checkpoints):
+        for kept in (self.validations, self.checkpoints, self.shadows):
             for late in [s for s in kept if s >= step]:
                 del kept[late]
 

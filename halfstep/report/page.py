@@ -19,6 +19,7 @@ from halfstep.report.incidents import IncidentReader
 from halfstep.report.layers import LayerFigures, figures
 from halfstep.report.precision import describe_policies, read_policy, starting_warnings
 from halfstep.report.settings import command, settings
+from halfstep.report.shadows import shadows
 from halfstep.report.template import fill
 from halfstep.report.time_breakdown import time_breakdown
 from halfstep.report.what_if import WhatIf, what_if
@@ -72,6 +73,8 @@ def _contents(history: History, reader: IncidentReader) -> dict[str, Any]:
     policy, policy_error = read_policy(history)
     incidents = reader.incidents(history)
     drawn = charts(history, policy, incidents.marks)
+    beside = shadows(history)
+    drawn[1:1] = [] if beside is None else [beside.chart]  # where the page has it
     by_id = {chart.id: chart for chart in drawn}
     layers, lost, every = figures(history.layers), what_if(history.layers), settings(history)
     num_checkpoints = len(history.checkpoints)
@@ -101,8 +104,9 @@ def _contents(history: History, reader: IncidentReader) -> dict[str, Any]:
         "roles": ROLES,
         "loss_chart": by_id.get("loss"),
         "scale_chart": by_id.get("scale"),
-        "others": [chart for chart in drawn if chart.id not in ("loss", "scale")],
+        "others": [chart for chart in drawn if chart.id not in ("loss", "shadow", "scale")],
         "data": _data(drawn, layers, lost, history),
+        "shadows": beside,
         "layers": layers,
         "what_if": lost,
         "findings": findings(history.findings),

@@ -16,6 +16,7 @@ from halfstep.config.model import reach
 from halfstep.config.run import OptimizerConfig, RunConfig
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.core.audit.cause import Cause
+from halfstep.core.compare.shadow import Shadow
 from halfstep.core.observed import LayerInfo, Sample
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
@@ -226,6 +227,10 @@ class Session:
     def sample(self, micro_batches: Tokens, share: float = 1 / 16) -> dict[str, dict[str, Sample]]:
         """Runs a share of the first micro-batch again, at least one sequence; describes what each layer met."""
         return self._monitor.sample(self._sum_and_count, self._to_device(micro_batches[0]), share)
+
+    def shadow(self, micro_batches: Tokens) -> Shadow:
+        """Compares the step that these tokens would make with the same step in fp32."""
+        return self.run.shadow(self._sum_and_count, self._to_device(micro_batches).unbind())
 
     def load(self, state: Mapping[str, Stored]) -> None:
         """Restores a state, or refuses it entirely."""

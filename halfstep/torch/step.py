@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from halfstep.core.audit.cause import Cause
 from halfstep.core.audit.engine import check as check_rules
 from halfstep.core.audit.finding import Finding
+from halfstep.core.compare.shadow import Shadow
 from halfstep.core.errors import HalfstepError, ScalingError
 from halfstep.core.formats import FP32
 from halfstep.core.measure import TOKENS, settle
@@ -54,6 +55,7 @@ from halfstep.torch.run.monitor import Monitor
 from halfstep.torch.run.own_steps import OwnSteps
 from halfstep.torch.run.parts import RunParts
 from halfstep.torch.run.reached import Reached, record
+from halfstep.torch.run.shadow import shadow
 from halfstep.torch.run.summary import summarize
 from halfstep.torch.run.switches import check_fp32
 from halfstep.torch.shards import local
@@ -461,6 +463,16 @@ class Run(RunParts):
             raise HalfstepError("the run has a monitor already", hint="run.watching is it; its stop() ends it")
         self.watching = Monitor(self, every, slice)
         return self.watching
+
+    def shadow(self, loss_fn: LossFn, batches: Iterable[Any]) -> Shadow:
+        """Compares a step, which is not made, with the same step in fp32: the loss, and each layer's gradient.
+
+        Beside them is what noise of half an ulp on every operand of a matmul does: `result.outside` names layers
+        that it does not explain, `result.causes` the modules that alone lead there, and `print` shows all of them.
+        Nothing that is trained depends on it. Runs the micro-batches ten times, eagerly, and waits for the device.
+        """
+        self._check_trains()
+        return shadow(self, loss_fn, batches)
 
     def reach(self, loss_fn: LossFn, batch: Any) -> Reached:
         """Lists how each function in the model's own code runs, and why, by one forward pass without effects."""

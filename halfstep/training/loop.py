@@ -356,6 +356,12 @@ class Loop:
             self.bar.note("compiling the first step")
         self.tally.watch.start(self.tally.step)
         for batch in self._readable(self.meters.fed(batches)):
+            if self.monitor.shadow_due(self.tally.launched + 1):
+                if pending is not None:
+                    self._record(pending)
+                    pending = None
+                self.monitor.shadow(self.tally.launched + 1, batch)
+                self.tally.watch.start(self.tally.step)
             self.job.doing(f"step {self.tally.launched + 1}", timed=self.meters.steps > 0)
             with self.monitor.around(self.tally.launched + 1):
                 result = self.session.step(batch)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from halfstep.config.run import ParallelConfig, RunConfig
 from halfstep.config.weights import Weights
 from halfstep.core.audit.cause import Cause
+from halfstep.core.compare.shadow import Shadow
 from halfstep.core.devices import Device
 from halfstep.core.errors import HalfstepError, how_to_install
 from halfstep.core.observed import LayerInfo, Sample
@@ -60,6 +61,13 @@ class Watched(Protocol):
 
         Returns the samples by layer and role. Restores random state, gradients and buffers.
         """
+
+
+class Shadowed(Protocol):
+    """What a session on torch offers the monitor besides."""
+
+    def shadow(self, micro_batches: Tokens) -> Shadow:
+        """Compares the step that these tokens would make with the same step in fp32; changes nothing."""
 
 
 class Session(Watched, Protocol):

@@ -209,7 +209,7 @@ def test_steps_that_a_rollback_dropped_do_not_count_and_the_chart_marks_incident
 
 # The kinds of events that are part of every run.
 ORDINARY = ("start", "step", "validation", "checkpoint", "artifact", "end")
-ELSEWHERE = ("monitor", "layers", "sample", "finding")  # on the page, and not a row in this table
+ELSEWHERE = ("monitor", "layers", "sample", "shadow", "finding")  # on the page, and not a row in this table
 
 
 def test_every_kind_of_event_is_an_incident_or_known_to_be_ordinary():

@@ -103,6 +103,7 @@ SHOWN = {
     "monitor.every": "training/run/test_monitor.py::test_each_layer_is_recorded_as_often_as_asked",
     "monitor.sample_every": "training/run/test_monitor.py::test_samples_are_as_frequent_as_asked",
     "monitor.slice": "training/run/test_monitor.py::test_the_session_counts_as_many_elements_as_asked",
+    "monitor.shadow_every": "training/run/test_shadow.py::test_a_run_is_the_same_with_shadows",
 }
 start = starter(*BASE)
 
@@ -158,6 +159,7 @@ IDLE = {
     "monitor.every": (["monitor.on=false"], "monitor.every=10"),
     "monitor.sample_every": (["monitor.on=false"], "monitor.sample_every=10"),
     "monitor.slice": (["monitor.on=false"], "monitor.slice=64"),
+    "monitor.shadow_every": (["monitor.on=false"], "monitor.shadow_every=10"),
 }
 
 

@@ -2,6 +2,7 @@
 
 gaps          the verdict on the gaps of paired runs: same, different, or cannot tell
 band          the first step at which curves part, by a band over all steps and layers
+shadow        one step beside the same step in fp32, and beside noise of its format
 """
 
 from halfstep.core.compare.band import FEWEST_FOR_BAND, Parting, Series, band, first_parting

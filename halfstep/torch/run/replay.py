@@ -172,13 +172,15 @@ def _dense(grad: Tensor) -> Tensor:
 @contextmanager
 def without_marks(run: Any) -> Iterator[None]:
     """Leaves no trace in what the next update goes by: marks for casts of weights, amaxes of delayed operands."""
-    unmarked = [p for p in run.model.parameters() if CASTED_TO not in p.__dict__]
+    marks = [(p, p.__dict__.get(CASTED_TO)) for p in run.model.parameters()]
     pending = None if run.amaxes is None else run.amaxes.pending.clone()
     try:
         yield
     finally:
-        for p in unmarked:
+        for p, mark in marks:
             p.__dict__.pop(CASTED_TO, None)
+            if mark is not None:
+                p.__dict__[CASTED_TO] = mark
         if run.amaxes is not None and pending is not None:
             run.amaxes.pending.copy_(pending)
 

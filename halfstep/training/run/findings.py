@@ -1,4 +1,4 @@
-"""What the rules of the audit say of a run's own numbers, each layer once.
+"""What the rules of the audit say of a run's own numbers, each layer once, and what a shadow says.
 
     HS101   updates that a narrow weight without a master lost
     HS409   what enters a layer is beyond the range of its format; only the first layer, others are given the rest
@@ -20,11 +20,13 @@ from halfstep.core.audit.engine import check, registry
 from halfstep.core.audit.finding import Finding, rule_for
 from halfstep.core.audit.narrow import is_narrow
 from halfstep.core.audit.record import Operation, Record
+from halfstep.core.compare.shadow import Shadow
 from halfstep.core.formats import FP32
 from halfstep.core.observed import AMAX, COUNT, OVERFLOW, ROLES, UNDERFLOW, WEIGHT_COLUMNS, LayerInfo
 from halfstep.core.policy import Policy
 from halfstep.core.roles import is_narrow as is_scaled
 
+PAGE = "docs/shadow.md"
 LOST = 0.01  # a share of lost updates that is no accident
 STEPS = 20
 GRADIENT = ROLES.index("gradient")
@@ -97,3 +99,15 @@ def _together(findings: list[Finding]) -> Finding:
     shown = ", ".join(names[1:4]) + (", ..." if len(names) > 4 else "")
     more = f"; the same in {len(others)} other layer{'s' if len(others) > 1 else ''}: {shown}"
     return replace(first, message=first.message + more, where=names)
+
+
+def shadow_finding(shadow: Shadow) -> Finding | None:
+    """Returns what a shadow found outside of its band; None if nothing."""
+    message = shadow.describe()
+    if not message:
+        return None
+    where = list(shadow.causes or shadow.outside)
+    rule = f'"{shadow.causes[0]}" = "compute=fp32"' if shadow.causes and shadow.causes[0] else None
+    fix = "give it a wider format, or find out what else it does to its numbers"
+    evidence = {"loss": shadow.loss, "loss in fp32": shadow.reference, "layers outside": len(shadow.outside)}
+    return Finding("shadow", message, "warning", "certain", fix, PAGE, None, where, evidence, rule)

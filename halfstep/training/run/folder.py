@@ -38,7 +38,7 @@ FREE = {"title", "data.source", "artifact.format", "artifact.limit"}  # data may
 FREE |= {f"training.{name}" for name in ("validate_every", "validation_tokens", "save_every", "rollback")}
 FREE |= {f"training.{name}" for name in ("keep_last", "keep_every", "keep_best", "loggers", "measure_ceiling")}
 FREE |= {f"training.{name}" for name in ("compile", "recompute_blocks")} | {"parallel.shard", "parallel.timeout"}
-FREE |= {f"monitor.{name}" for name in ("on", "every", "sample_every", "slice")}
+FREE |= {f"monitor.{name}" for name in ("on", "every", "sample_every", "slice", "shadow_every")}
 
 CHANGEABLE = {"policy", "backend"} | {f"training.{name}" for name in ("steps", "warmup", "warmdown", "clip_norm")}
 CHANGEABLE |= {f"optimizer.{name}" for name in ("rate", "embedding_rate", "head_rate", "scalar_rate", "muon_rate")}

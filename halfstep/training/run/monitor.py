@@ -5,10 +5,14 @@
                                   a `layers` event, with what the step's update did to the weights, and
                                   what the audit's rules say of it, once (findings.py): a `finding` event
     every `monitor.sample_every`  part of the batch runs again after the update: a `sample` event; also at the end
-    after an alarm                both are denser for WHILE steps; the next REST steps raise no alarm: a run that
-                                  skips updates again and again is slowed down for a tenth of the time at most
+    every `monitor.shadow_every`  the step runs before it is made, in fp32 and with noise (core.compare.shadow): a
+                                  `shadow` event, and a `finding` of what noise does not explain, once
+    after an alarm                records and samples are denser for WHILE steps; the next REST steps raise no
+                                  alarm: a run that skips updates again and again is slowed down for a tenth of the
+                                  time at most
 
-An alarm is a loss or gradients that are not finite, a loss that jumps, or a loss scale that is low and falling.
+An alarm is a loss or gradients that are not finite, a loss that jumps, a loss scale that is low and falling, or a
+shadow outside of its band.
 All ranks decide alike, because they decide on the job's numbers. Counts are those of all ranks: the largest amax,
 and sums of the others. Weights and updates are rank 0's, where all have the same; of weights that ranks share, the
 norms and the share of lost updates are over all parts. Samples are of rank 0's data.
@@ -29,10 +33,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.config.run import RunConfig
+from halfstep.core.compare.shadow import Shadow
 from halfstep.core.observed import COLUMNS, ROLES, WEIGHT_COLUMNS, merge
 from halfstep.core.scaling import Scale, ScaleAlarm
 from halfstep.training.job import Job
-from halfstep.training.run.findings import Findings
+from halfstep.training.run.findings import Findings, shadow_finding
 from halfstep.training.run.health import Spikes
 from halfstep.training.session import Session, Tokens, Unread, Watched
 from halfstep.training.telemetry.events import Events
@@ -94,6 +99,7 @@ class Monitor:
         self._next = 0  # the first step to sample while watching closely
         self._since = 0
         self._unread: deque[_Record] = deque()
+        self._shadowed: set[Any] = set()  # what shadows have found
 
     def start(self, step: int) -> None:
         """Begins to watch, before the first step of a session."""
@@ -126,10 +132,14 @@ class Monitor:
         if self._session is None:
             return
         why = self._alarms.observe(numbers)
-        if why and step > self._rest:
-            self._why, self._until, self._rest, self._next = why, step + WHILE, step + WHILE + REST, step
+        if why:
+            self._alarm(why, step)
         while self._unread and self._unread[0].step <= step:
             self._record(self._unread.popleft())
+
+    def _alarm(self, why: str, step: int) -> None:
+        if step > self._rest:
+            self._why, self._until, self._rest, self._next = why, step + WHILE, step + WHILE + REST, step
 
     def _record(self, record: _Record) -> None:
         layers, weights = self._of_all_ranks(record.layers.read(), record.weights.read())
@@ -169,6 +179,27 @@ class Monitor:
             seen = self._session.sample(micro_batches)
             layers = {name: {role: each.to_dict() for role, each in roles.items()} for name, roles in seen.items()}
             self._events.write("sample", step=step, why=why, layers=layers)
+
+    def shadow_due(self, step: int) -> bool:
+        """Whether to compare a step with fp32 before it is made."""
+        every = self.settings.shadow_every
+        return self._session is not None and every > 0 and step % every == 0
+
+    def shadow(self, step: int, micro_batches: Tokens) -> None:
+        """Compares the step that these tokens will make with fp32, and records it."""
+        session: Any = self._session
+        self._job.doing(f"comparing step {step} with fp32", timed=False)
+        with self._meters.part("monitor"):
+            result: Shadow = session.shadow(micro_batches)
+            self._events.write("shadow", step=step, **result.to_event())
+        finding = shadow_finding(result)
+        if finding is None:
+            return
+        self._alarm("gradients differ from fp32 by more than noise", step)
+        if finding.key not in self._shadowed:
+            self._shadowed.add(finding.key)
+            self._events.write("finding", step=step, **finding.to_dict())
+            self._note(f"step {step}: shadow: {finding.message}")
 
     def roll_back(self, step: int) -> None:
         """Forgets what steps have counted that a rollback gave up."""

@@ -30,6 +30,10 @@ Every line has `event`, its kind, and `time`, Unix seconds. The kinds and their 
     sample       step, why ("schedule" or "alarm: ..."), layers ({name: {role: {exponents: {exponent: count}, sqnr
                  (dB), headroom (bits), kurtosis, what_if: {format: {sqnr, overflow, underflow}}}}}): of part of a
                  batch, with the weights after the step; roles are activation, gradient and weight
+    shadow       step, loss, reference (the loss in fp32), difference, band ([lowest, highest] that noise makes of
+                 it), layers ({name: {cosine, norm_ratio, sqnr (dB), band: {cosine (lowest), norm_ratio ([lowest,
+                 highest]), sqnr (lowest)}, outside}}: of each layer's gradient; empty if a pass was not finite),
+                 noise (its formats), causes (modules that alone lead outside): before the step's update
     finding      step, and a Finding of halfstep.core.audit: rule, message, where, evidence, ...; once each
     cause        step, pass ("forward", "backward", "reduction" or null), operation, module, micro_batch, rank
                  (each or null), where ([{file, offsets}]), message: the first operation that went wrong
@@ -108,6 +112,13 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "monitor": {**_STEP, "layers": tuple[Mapping[str, Any], ...], "every": Count, "slice": Count},
     "layers": {**_STEP, "since": Count, **dict.fromkeys(("activation", "gradient", "weight"), _COLUMNS)},
     "sample": {**_STEP, "why": str, "layers": Mapping[str, Any]},
+    "shadow": {
+        **_STEP,
+        **dict.fromkeys(("loss", "reference", "difference"), float | None),
+        "band": tuple[float, ...],
+        "layers": Mapping[str, Mapping[str, Any]],
+        "causes": tuple[str, ...],
+    },
     "finding": {**_STEP, "rule": str, "message": str},
     "cause": {**_STEP, "pass": str | None, "message": str},
     "warning": {"message": str},

@@ -150,6 +150,18 @@ def sampled(place, grown, hot):
     }  # fmt: skip
 
 
+def shadow(number, *, outside=(), **more):
+    """A `shadow` event of two layers, of which some are outside."""
+    band = {"cosine": 0.9999, "norm_ratio": [0.99, 1.01], "sqnr": 40.0}
+    layers = {
+        name: {"cosine": 1 - 0.1 * (name in outside), "norm_ratio": 1.0, "sqnr": 7.0 if name in outside else "inf",
+               "band": band, "outside": name in outside} for name in ("blocks.0.mlp_norm", "blocks.0.mlp.up")
+    }  # fmt: skip
+    numbers = {"loss": 2.0002, "reference": 2.0, "difference": 2e-4, "band": [-1e-3, 1e-3], "noise": "bf16"}
+    return {"event": "shadow", "time": BEGAN + number / 4, "step": number, "layers": layers,
+            "causes": list(outside[:1]), **numbers, **more}  # fmt: skip
+
+
 def finding(rule, severity, message, **more):
     base = {"confidence": "certain", "fix": "hold the weights in fp32: `param=fp32`", "page": "docs/audit.md",
             "place": None, "where": [], "evidence": {}, "policy_rule": None, "ranks": []}  # fmt: skip
@@ -163,6 +175,7 @@ def watched_run(steps=200, layers=26, **more):
     where = [{"file": "shards/b.bin", "offsets": [512]}]
     extra = [
         *monitored(steps, layers, **more),
+        *(shadow(number, outside=("blocks.0.mlp_norm",) * (number == 50)) for number in (25, 50, 75)),
         finding("HS101", "error", "weights without a master lose most of their updates", where=[weak],
                 evidence={"lost": 0.988, "arrived": 0.21}, policy_rule=f'"{weak}" = "param=fp32"'),
         finding("HS303", "note", "matmuls may add up in fp16", place="train.py:41", confidence="likely",
@@ -174,7 +187,7 @@ def watched_run(steps=200, layers=26, **more):
     ]  # fmt: skip
     plain, *rest = run(steps, "fp16-mixed", overflows=(3, 4, 5))
     numbered = [*rest, *extra]
-    order = {"step": 0, "monitor": -1, "end": 2}
+    order = {"step": 0, "monitor": -1, "shadow": -1, "end": 2}
     numbered.sort(key=lambda event: (event.get("step", 0), order.get(event["event"], 1)))
     return [plain, *numbered]
 

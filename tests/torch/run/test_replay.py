@@ -1,7 +1,5 @@
 """A step that runs again in other formats, and leaves no trace."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -133,44 +131,48 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("watched", [False, True], ids=["", "watched"])
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_training_continues_bit_for_bit(policy, watched):
-    runs = [prepared(policy) for _ in range(2)]
-    monitors = [run.monitor(every=1) for run, _ in runs] if watched else []
-    states = []
-    for (run, net), replays in zip(runs, (False, True), strict=True):
-        torch.manual_seed(7)
-        loss_fn = loss_of(net)
-        for step in range(3):
-            if replays:
-                in_fp32(run, loss_fn, [tokens(9)])
-            for last in (False, True):  # two micro-batches: gradients are accumulated meanwhile
-                total, count = loss_fn(tokens(step))
-                run.backward(total / count, weight=count, last=last)
-                if replays:
-                    with replayed(run, precisions_of(net)):
-                        replay(run, loss_fn, [tokens(9)])
-                    in_fp32(run, loss_fn, [tokens(9)])
-            run.update()
-        states.append(copy.deepcopy(run.state_dict()))
-        states[-1]["buffers"] = dict(net.named_buffers())
-        states[-1]["random"] = torch.get_rng_state()
-    assert _same(*states)
-    if watched:
-        plain, other = ([(row.layer, row.activation, row.gradient) for row in m.numbers()] for m in monitors)
-        assert plain == other
-        assert plain
+def trained_state(policy, look=None, watched=False):
+    """What three steps leave behind, and looks at the model before, between and after micro-batches."""
+    run, net = prepared(policy)
+    monitor = run.monitor(every=1) if watched else None
+    torch.manual_seed(7)
+    loss_fn = loss_of(net)
+    for step in range(3):
+        if look is not None:
+            look(run, loss_fn)
+        for last in (False, True):
+            total, count = loss_fn(tokens(step))
+            run.backward(total / count, weight=count, last=last)
+            if look is not None and step == 1:
+                look(run, loss_fn)
+        run.update()
+    counted = [] if monitor is None else [(row.layer, row.activation, row.gradient) for row in monitor.numbers()]
+    buffers, random = dict(net.named_buffers()), torch.get_rng_state()
+    return {**run.state_dict(), "buffers": buffers, "random": random, "counted": counted}
 
 
-def _same(a, b):
+def same_states(a, b):
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(same_states(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(same_states, a, b))
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
+@pytest.mark.parametrize("watched", [False, True], ids=["", "watched"])
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_training_continues_bit_for_bit(policy, watched):
+    def look(run, loss_fn):
+        with replayed(run, precisions_of(run.model)):
+            replay(run, loss_fn, [tokens(9)])
+        in_fp32(run, loss_fn, [tokens(9)])
+
+    states = trained_state(policy, None, watched), trained_state(policy, look, watched)
+    assert same_states(*states)
+    assert bool(states[0]["counted"]) == watched
+
+
+@pytest.mark.prove
 def test_a_compiled_model_runs_eagerly_and_is_not_compiled_again():
     graphs = []
     torch._dynamo.reset()
