@@ -47,7 +47,7 @@ class Report:
         history = self._history.finish()
         contents = _contents(history, self._reader)
         # A live page may get layers later.
-        assets = _assets(maps=live or contents["layers"] is not None, live=live)
+        assets = assets(maps=live or contents["layers"] is not None, live=live)
         return fill("page.html", title=self.title, live=live, **assets, **contents)
 
 
@@ -59,7 +59,8 @@ def render(events: Iterable[Event], title: str) -> str:
     return report.html()
 
 
-def _assets(*, maps: bool, live: bool) -> dict[str, str]:
+def assets(*, maps: bool, live: bool) -> dict[str, str]:
+    """Returns the style and the script of a page."""
     scripts = ["page.js", *["layers.js"] * maps, "start.js", *["watch.js"] * live]
     # The chart library under its license, then ours.
     license = f"/*!\n{_asset('uplot.LICENSE.txt')}\n*/"

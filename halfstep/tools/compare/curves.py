@@ -14,7 +14,8 @@ from halfstep.training.paths import EVENTS
 from halfstep.training.run.signals import SIGNALS
 from halfstep.training.telemetry.events import stream_events
 
-LOSS, GRADIENT = "loss", "gradient norm"
+LOSS, HELD_OUT, GRADIENT = "loss", "held-out loss", "gradient norm"
+PARTING = (LOSS, GRADIENT)  # how the names of those series begin in which curves may part
 ASKED = {"stopped", *(number.name for number in SIGNALS)}  # reasons to stop that say nothing about the training
 
 
@@ -39,8 +40,7 @@ def read_run(folder: Path) -> Curve:
     start: dict[str, Any] = {}
     end: dict[str, Any] = {}
     layers: list[str] = []
-    series: dict[str, dict[int, float]] = {LOSS: {}, GRADIENT: {}}
-    scored: dict[int, float] = {}
+    series: dict[str, dict[int, float]] = {LOSS: {}, HELD_OUT: {}, GRADIENT: {}}
     for event in stream_events(folder / EVENTS):
         kind = event["event"]
         if kind == "start":
@@ -54,14 +54,14 @@ def read_run(folder: Path) -> Curve:
             for name, norm in zip(layers, event["weight"].get("gradient_norm", ()), strict=False):
                 series.setdefault(f"{GRADIENT} of {name}", {})[event["step"]] = _log(norm)
         elif kind == "validation":
-            scored[event["step"]] = _number(event["loss"])
+            series[HELD_OUT][event["step"]] = _number(event["loss"])
         elif kind in ("stop", "end"):
             end = event
     if not start or not series[LOSS]:
         raise CompareError(
             f"`{folder}` has recorded no step", hint="let the run train first, or name another folder"
         )
-    return _curve(folder, start, end, series, scored)
+    return _curve(folder, start, end, series)
 
 
 def _curve(
@@ -69,11 +69,10 @@ def _curve(
     start: Mapping[str, Any],
     end: Mapping[str, Any],
     series: Mapping[str, Mapping[int, float]],
-    scored: Mapping[int, float],
 ) -> Curve:
     last = max(series[LOSS])
     failed = end.get("event") == "stop" and end.get("reason") not in ASKED
-    held_out = math.inf if failed else scored.get(last)
+    held_out = math.inf if failed else series[HELD_OUT].get(last)
     return Curve(
         str(folder),
         (start.get("config") or {}).get("seed"),
@@ -108,7 +107,7 @@ def common_steps(curves: Sequence[Curve]) -> dict[str, NDArray[np.int64]]:
     """Returns for each number that all runs have recorded the steps at which all of them did."""
     shared = set.intersection(*(set(curve.series) for curve in curves))
     found = {}
-    for name in sorted(shared, key=lambda name: (name != LOSS, name != GRADIENT, name)):
+    for name in sorted(shared, key=lambda name: (name != LOSS, name != HELD_OUT, name != GRADIENT, name)):
         steps = curves[0].series[name][0]
         for curve in curves[1:]:
             steps = np.intersect1d(steps, curve.series[name][0])

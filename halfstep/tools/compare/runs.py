@@ -1,18 +1,21 @@
 """Short runs to compare: the same weights, data and order of the data for every way to train, several seeds.
 
 Every run has a folder of its own, OUT/WAY/seed-N, so what was interrupted continues where it was, and what is
-there is not trained again.
+there is not trained again. Runs of one process train in this one; several ranks are started by torchrun.
 """
 
 import dataclasses
 import hashlib
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from halfstep.config.load import to_toml
 from halfstep.config.run import RunConfig
 from halfstep.core.compare import CompareError
 from halfstep.core.errors import ScalingError
@@ -42,6 +45,7 @@ class Way:
 
     name: str
     config: RunConfig
+    ranks: int = 1
 
 
 def paired(
@@ -92,7 +96,10 @@ def train_ways(
             report(0)
             config = dataclasses.replace(way.config, seed=seed)
             place = out / folder_name(way) / f"seed-{seed}"
-            curves[way.name][seed] = _train(config, place, corpora, device, report)
+            if way.ranks > 1:
+                curves[way.name][seed] = _train_ranks(config, way.ranks, place, device)
+            else:
+                curves[way.name][seed] = _train(config, place, corpora, device, report)
             done += config.training.steps
     on_progress(total, total, "")
     return curves
@@ -100,7 +107,7 @@ def train_ways(
 
 def folder_name(way: Way) -> str:
     """Returns the folder of a way to train: its name where that can be one, and what tells its settings apart."""
-    settings = dataclasses.asdict(dataclasses.replace(way.config, seed=0, title=""))
+    settings = [dataclasses.asdict(dataclasses.replace(way.config, seed=0, title="")), way.ranks]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     return f"{re.sub('[^A-Za-z0-9.-]+', '-', way.name)[:40].strip('-.')}-{digest}"
 
@@ -141,6 +148,25 @@ def _train(
             hint="the same command continues; nothing is trained twice",
         )
     return _without_memory(read_run(out))
+
+
+def _train_ranks(config: RunConfig, ranks: int, out: Path, device: str | None) -> Curve:
+    """Trains one run, or the rest of it, by several processes that torchrun starts; its log is beside its folder."""
+    if (out / EVENTS).exists() and ((known := read_finished(out)) is not None):
+        return known
+    out.parent.mkdir(parents=True, exist_ok=True)
+    recipe, log = (out.with_name(f"{out.name}{ending}") for ending in (".toml", ".log"))
+    recipe.write_text(to_toml(config), encoding="utf-8")
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "halfstep"]
+    words = ["train", str(recipe), "--out", str(out), "--resume", *(["--device", device] if device else [])]
+    with log.open("ab") as file:
+        code = subprocess.run([sys.executable, *launch, *words], stdout=file, stderr=file, check=False).returncode
+    if (out / EVENTS).exists() and ((known := read_finished(out)) is not None):
+        return known
+    raise CompareError(
+        f"{ranks} ranks did not finish `{out}` (exit code {code})",
+        hint=f"`{log}` says why; the same command continues",
+    )
 
 
 def read_finished(out: Path) -> Curve | None:

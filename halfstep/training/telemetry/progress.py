@@ -139,6 +139,20 @@ class StepProgress(Progress):
         return f"step {done}/{self.total}"
 
 
+class RunsProgress(Progress):
+    """The progress of several runs, in the steps of all of them; `doing` names the one that trains."""
+
+    tenths = 10
+
+    def update(self, done: int, doing: str) -> None:
+        """Shows that `done` steps are done."""
+        self._seconds(done)
+        self._show(done, (doing, self._time_left(done)))
+
+    def _label(self, done: int) -> str:
+        return f"{done:,} of {self.total:,} steps"
+
+
 class BytesProgress(Progress):
     """The progress of a command that reads bytes; call it with bytes done, bytes in all, and tokens so far."""
 

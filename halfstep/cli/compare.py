@@ -1,0 +1,188 @@
+"""`halfstep compare`: are two ways to train the same, or is it luck?"""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from halfstep.cli import train
+from halfstep.cli.arguments import Device, Json, Overrides
+from halfstep.cli.output import print_error, print_json, print_table, print_words
+
+if TYPE_CHECKING:
+    from halfstep.tools.compare.curves import Curve
+    from halfstep.tools.compare.judge import Comparison
+    from halfstep.tools.compare.sides import Training
+
+SetA = Annotated[tuple[str, ...], Parameter(name="--set-a", negative="", show_default=False)]
+SetB = Annotated[tuple[str, ...], Parameter(name="--set-b", negative="", show_default=False)]
+CODES = {"same": 0, "different": 1, "cannot tell": 3}
+NO_VERDICT = 2
+
+
+def compare(
+    a: str,
+    b: str,
+    /,
+    *,
+    recipe: str = "tiny",
+    seeds: int = 4,
+    steps: int | None = None,
+    overrides: Overrides = (),
+    set_a: SetA = (),
+    set_b: SetB = (),
+    ranks_a: int = 1,
+    ranks_b: int = 1,
+    device: Device = None,
+    delta: float | None = None,
+    column: str | None = None,
+    out: Path | None = None,
+    page: Path | None = None,
+    json: Json = False,
+) -> int:
+    """Compare two ways to train: same, different, or cannot tell; and the first step where their curves part.
+
+    B is the reference. Policies are trained here, from the same weights and on the same data, a pair of runs for
+    each seed; each run has a folder, so that the same command continues what was interrupted. The exit code is 0 if
+    they are the same, 1 if they are different, 3 if that cannot be told from these runs, and 2 if they cannot be
+    compared.
+
+    Parameters
+    ----------
+    a
+        A policy (as of `halfstep train --policy`), a run folder, a folder of runs with one for each seed, or a loss
+        log: a CSV file, an export of W&B, a TensorBoard log.
+    b
+        The reference: the same.
+    recipe
+        What to train: a recipe, or a file that ends in .toml.
+    seeds
+        How many pairs to train; pairs of an earlier call count.
+    steps
+        How many steps each run trains; by default, those of the recipe.
+    overrides
+        A setting of both sides, such as model.layers=2. May be repeated.
+    set_a
+        A setting of A alone, such as training.compile=true or backend=jax. May be repeated.
+    set_b
+        A setting of B alone.
+    ranks_a
+        Processes that share each run of A, started by torchrun.
+    ranks_b
+        Processes that share each run of B.
+    delta
+        The gap of losses that does not matter; by default, half the spread of B's losses over seeds.
+    column
+        The column of a log that holds the loss.
+    out
+        The folder for the runs and the page; by default, runs/compare-RECIPE for policies, and no page otherwise.
+    page
+        The file to write the page to; by default, compare.html in the folder for the runs.
+    """
+    from halfstep.core.errors import ConfigError
+    from halfstep.tools.compare.judge import judge
+    from halfstep.tools.compare.sides import Training, is_there, runs_of
+
+    if delta is not None and not 0 <= delta < math.inf:
+        raise ConfigError(f"--delta {delta} is not a gap", hint="name a loss of 0 or more, such as 0.01")
+    there = is_there(a), is_there(b)
+    if there[0] != there[1]:
+        raise ConfigError(
+            f"`{a if there[0] else b}` is there to be read, and `{b if there[0] else a}` is a policy to train: "
+            "whether their weights and data are the same is unknown",
+            hint="name two policies, or two that are there",
+        )
+    if there[0]:
+        _check_unused(recipe, seeds, steps, overrides + set_a + set_b, (ranks_a, ranks_b))
+        result = judge((a, b), *runs_of((a, b), column), delta=delta)
+    else:
+        if column is not None:
+            raise ConfigError("--column is of loss logs, and A and B are policies", hint="leave it out")
+        training = Training(recipe, _seeds(seeds), steps, overrides, (set_a, set_b), (ranks_a, ranks_b))
+        out = out or train.RUNS / f"compare-{Path(recipe).stem}"
+        names, one, other = _trained((a, b), training, out, device)
+        result = judge(names, one, other, delta=delta)
+    page = page or (None if out is None else out / "compare.html")
+    if page is not None:
+        _write_page(result, page)
+    if json:
+        print_json(result.to_dict() | {"page": None if page is None else str(page)})
+    else:
+        _print(result, page)
+    if result.verdict is None:
+        print_error("the losses cannot be compared", "; ".join(result.notes))
+        return NO_VERDICT
+    return CODES[result.verdict.kind]
+
+
+def _check_unused(
+    recipe: str, seeds: int, steps: int | None, settings: tuple[str, ...], ranks: tuple[int, int]
+) -> None:
+    """Refuses what is about training where nothing is trained."""
+    from halfstep.core.errors import ConfigError
+
+    given = {"--recipe": recipe != "tiny", "--seeds": seeds != 4, "--steps": steps is not None}
+    given |= {"--set": bool(settings), "--ranks": ranks != (1, 1)}
+    if named := [name for name, is_given in given.items() if is_given]:
+        raise ConfigError(
+            f"{named[0]} is about training, and A and B are there to be read",
+            hint="leave it out, or name policies",
+        )
+
+
+def _seeds(number: int) -> tuple[int, ...]:
+    from halfstep.core.errors import ConfigError
+
+    if not 2 <= number <= 1000:
+        raise ConfigError(
+            f"--seeds {number}: a verdict needs 2 to 1,000 pairs of runs", hint="4 is the default; 3 make a band"
+        )
+    return tuple(range(number))
+
+
+def _trained(
+    policies: tuple[str, str], training: "Training", out: Path, device: str | None
+) -> "tuple[tuple[str, str], list[Curve], list[Curve]]":
+    """Returns names and runs of both sides, once they are trained."""
+    from halfstep.core.errors import ConfigError
+    from halfstep.tools.compare.runs import train_ways
+    from halfstep.tools.compare.sides import check_alike, ways
+    from halfstep.training.telemetry.progress import RunsProgress
+
+    if training.steps is not None and training.steps < 1:
+        raise ConfigError(f"--steps {training.steps} is no training", hint="name 1 or more")
+    if min(training.ranks) < 1:
+        raise ConfigError(
+            f"{min(training.ranks)} ranks train nothing", hint="--ranks-a and --ranks-b are 1 or more"
+        )
+    first, second = ways(policies, training)
+    check_alike(first.config, second.config)
+    steps, seeds = first.config.training.steps, training.seeds
+    print_words(f"{len(seeds)} pairs of runs of {steps:,} steps in `{out}`: {first.name} against {second.name}")
+    with RunsProgress(len(seeds) * (steps + second.config.training.steps)) as bar:
+        curves = train_ways(
+            [first, second], seeds, lambda done, _, doing: bar.update(done, doing), out=out, device=device
+        )
+    one, other = (list(curves[way.name].values()) for way in (first, second))
+    return (first.name, second.name), one, other
+
+
+def _write_page(result: "Comparison", page: Path) -> None:
+    from halfstep.core.compare import CompareError
+    from halfstep.report.compare import html
+    from halfstep.training.files import os_errors, write_whole
+
+    with os_errors(CompareError, f"`{page}` cannot be written", "name another file with --page"):
+        page.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(page, html(result).encode("utf-8", errors="backslashreplace"))
+
+
+def _print(result: "Comparison", page: Path | None) -> None:
+    from halfstep.report.compare import conclusion, evidence
+
+    print(conclusion(result))
+    print_table(("", result.a.name, f"{result.b.name} (reference)"), evidence(result))
+    print_words(*(f"note: {note}" for note in result.notes))
+    if page is not None:
+        print_words(f"page {page}")

@@ -1,0 +1,193 @@
+"""A comparison in words, in a table, and as a page."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from halfstep import __version__
+from halfstep.core.compare import Series as Curves
+from halfstep.core.compare import Verdict
+from halfstep.report.charts import Chart, Line, Look
+from halfstep.report.number_format import count, plain, plural, size
+from halfstep.report.page import assets
+from halfstep.report.series import Series
+from halfstep.report.template import fill
+from halfstep.tools.compare.curves import LOSS
+from halfstep.tools.compare.judge import Comparison
+
+Row = tuple[str, str, str]
+
+
+def conclusion(result: Comparison) -> str:
+    """Returns the verdict in one sentence, with what it rests on."""
+    verdict = result.verdict
+    names = f"{result.a.name} against {result.b.name}"
+    if verdict is None:
+        return f"{names}: no verdict, because the losses cannot be compared"
+    return f"{names}: {verdict.kind.upper()}. {_reason(result, verdict)}"
+
+
+def _reason(result: Comparison, verdict: Verdict) -> str:
+    pairs, delta = plural(len(result.a.losses), "pair"), plain(verdict.delta)
+    if verdict.diverged:
+        return f"{verdict.diverged} of {plural(len(result.a.losses), 'run')} ended without a finite loss."
+    gap = f"The mean gap of {pairs} is {signed(verdict.mean)}"
+    if len(result.a.losses) == 1:
+        return f"{gap}, and one pair says nothing about luck: train about 4 seeds of each."
+    if verdict.kind == "different":
+        return f"{gap}, more than {delta}, and the 99 % interval {_interval(verdict.interval99)} excludes 0."
+    within = f"the 90 % interval {_interval(verdict.interval90)}"
+    if verdict.kind == "same":
+        return f"{gap}, and {within} lies within ±{delta}."
+    more = f"about {verdict.more_seeds:,} more" if verdict.more_seeds else "more than 1,000"
+    return f"{gap}, {within} does not lie within ±{delta}, and {more} seeds would be needed to decide."
+
+
+def evidence(result: Comparison) -> list[Row]:
+    """Returns the rows of a table: what is compared, of A and of B."""
+    a, b = result.a, result.b
+    rows = [("runs", str(len(a.runs)), str(len(b.runs)))]
+    if a.losses:
+        rows.append((result.measure, *(_mean(side.losses) for side in (a, b))))
+    if result.spread is not None:
+        rows.append(("spread over seeds", _spread(a.losses), plain(result.spread)))
+    if a.tokens_per_second and b.tokens_per_second:
+        faster = f" ({a.tokens_per_second / b.tokens_per_second:.2f} times)"
+        rows.append(("tokens per second", count(a.tokens_per_second) + faster, count(b.tokens_per_second)))
+    if a.memory and b.memory:
+        rows.append(("peak memory", f"{size(a.memory)} ({a.memory / b.memory:.2f} times)", size(b.memory)))
+    if result.curves is not None:
+        rows.append(("first step where losses differ at all", _step(result.first_difference, "none"), ""))
+        rows.append(("first step that seeds do not explain", parted(result), ""))
+    rows += [(key, _shown(one), _shown(other)) for key, one, other in result.settings]
+    return rows
+
+
+def parted(result: Comparison) -> str:
+    """Says where the curves part."""
+    parting = result.parting
+    if result.parting_unknown:
+        return f"unknown: {result.parting_unknown}"
+    return "none" if parting is None else f"{parting.step:,}, in the {parting.name}"
+
+
+def html(result: Comparison) -> str:
+    """Returns the page."""
+    drawn = charts(result)
+    tiles = _tiles(result)
+    pairs = list(zip(_labels(result), result.a.losses, result.b.losses, strict=True))
+    return fill(
+        "compare.html",
+        title=f"{result.a.name} against {result.b.name}",
+        headline=conclusion(result),
+        kind=None if result.verdict is None else result.verdict.kind,
+        tiles=tiles,
+        result=result,
+        rows=evidence(result),
+        pairs=[(label, plain(a, 6), plain(b, 6), signed(a - b)) for label, a, b in pairs],
+        charts=drawn,
+        data={"charts": {chart.id: chart.data() for chart in drawn}, "layers": None, "what_if": []},
+        halfstep=__version__,
+        **assets(maps=False, live=False),
+    )
+
+
+def charts(result: Comparison) -> list[Chart]:
+    """Returns the mean curves, the gap of the loss in its band, and that of what parts first if it is another."""
+    if result.curves is None:
+        return []
+    a, b = result.curves
+    drawn = [_means(result, a[LOSS], b[LOSS])] if LOSS in a else []
+    parting = result.parting
+    names = [LOSS, *([parting.name] if parting is not None and parting.name != LOSS else [])]
+    return drawn + [_gap(result, name, a[name], b[name]) for name in names if name in a]
+
+
+def _means(result: Comparison, a: Curves, b: Curves) -> Chart:
+    means = {side.name: _over_runs(curves) for side, curves in ((result.a, a), (result.b, b))}
+    looks: tuple[Look, ...] = ("main", "held-out")
+    lines = [Line(name, look, series) for (name, series), look in zip(means.items(), looks, strict=False)]
+    ends = "; ".join(f"{name} ends at {plain(float(series.values[-1]))}" for name, series in means.items())
+    caption = f"The training loss in nats per token, mean of {plural(len(a.values), 'run')}: {ends}."
+    return Chart("loss", "Loss", "plain", (*lines, *_mark(result)), caption, log="choice", wide=True)
+
+
+def _gap(result: Comparison, name: str, a: Curves, b: Curves) -> Chart:
+    gap = Series(b.steps, np.mean(a.values - b.values, axis=0))
+    lines = [Line("mean gap", "main", gap)]
+    caption = f"{result.a.name} minus {result.b.name}, mean of {plural(len(a.values), 'pair')}."
+    limits = None if result.limits is None else result.limits.get(name)
+    if limits is not None:
+        lines += [Line("seeds explain up to", "reference", Series(b.steps, limits))]
+        lines += [Line("and down to", "reference", Series(b.steps, -limits))]
+        caption += (
+            " The dashed band is simultaneous: over all steps and layers, no two runs of the reference differ"
+        )
+        caption += " by more, at the scale of this mean."
+    title = f"Gap of the {name}" + ("" if name == LOSS else ", as a logarithm")
+    identifier = "gap" if name == LOSS else "gap-of-first"
+    return Chart(identifier, title, "plain", (*lines, *_mark(result)), caption, wide=True)
+
+
+def _mark(result: Comparison) -> tuple[Line, ...]:
+    parting = result.parting
+    if parting is None:
+        return ()
+    return (Line("parting", "event", Series([parting.step], [math.nan]), (f"parts in the {parting.name}",)),)
+
+
+def _over_runs(curves: Curves) -> Series:
+    return Series(curves.steps, np.mean(curves.values, axis=0))
+
+
+def _tiles(result: Comparison) -> list[dict[str, str]]:
+    verdict, a, b = result.verdict, result.a, result.b
+    tiles = []
+    if verdict is not None:
+        tiles.append(
+            {"name": "mean gap", "value": signed(verdict.mean), "note": f"99 %: {_interval(verdict.interval99)}"}
+        )
+        tiles.append({"name": "does not matter", "value": f"±{plain(verdict.delta)}", "note": result.measure})
+    if result.curves is not None:
+        step = "none" if result.parting is None else f"step {result.parting.step:,}"
+        step = "unknown" if result.parting_unknown else step
+        tiles.append({"name": "curves part", "value": step, "note": parted(result)})
+    if a.tokens_per_second and b.tokens_per_second:
+        value = f"{a.tokens_per_second / b.tokens_per_second:.2f} times"
+        note = f"{count(a.tokens_per_second)} against {count(b.tokens_per_second)} tokens per second"
+        tiles.append({"name": "speed", "value": value, "note": note})
+    if a.memory and b.memory:
+        note = f"{size(a.memory)} against {size(b.memory)}"
+        tiles.append({"name": "peak memory", "value": f"{a.memory / b.memory:.2f} times", "note": note})
+    return tiles
+
+
+def _labels(result: Comparison) -> list[str]:
+    return [str(seed) for seed in result.seeds] or [str(i + 1) for i in range(len(result.a.losses))]
+
+
+def signed(value: float) -> str:
+    """`+0.0012`."""
+    return f"+{plain(value)}" if value > 0 else plain(value)
+
+
+def _interval(ends: tuple[float, float]) -> str:
+    return f"[{signed(ends[0])}, {signed(ends[1])}]"
+
+
+def _mean(losses: tuple[float, ...]) -> str:
+    return plain(float(np.mean(losses)), 6)
+
+
+def _spread(losses: tuple[float, ...]) -> str:
+    finite = all(map(math.isfinite, losses))
+    return plain(float(np.std(losses, ddof=1))) if finite else "not a number"
+
+
+def _step(step: int | None, otherwise: str) -> str:
+    return otherwise if step is None else f"{step:,}"
+
+
+def _shown(value: Any) -> str:
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,252 @@
+"""Compares two sets of runs: what can be compared, the verdict, where the curves part, speed and memory.
+
+    the same data                            the losses, and so the verdict
+    and the same model and tokens per step   the curves, step by step and layer by layer
+    the same model                           speed and memory
+
+Whatever cannot be compared is left out, and `notes` say why. Runs whose data and models are both different have
+nothing in common. Of logs nothing is known but their numbers: that data and model are the same is taken for granted,
+and said.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from halfstep.config.schema import flatten
+from halfstep.core.compare import (
+    FEWEST_FOR_BAND,
+    CompareError,
+    Parting,
+    Series,
+    Verdict,
+    band,
+    first_parting,
+    seed_spread,
+    verdict,
+)
+from halfstep.tools.compare.curves import HELD_OUT, LOSS, PARTING, Curve, common_steps, stacked
+
+LAST = 0.1  # of the steps: their mean training loss is compared if no loss is held out
+# Settings that say nothing about what is compared, or are shown elsewhere.
+UNTOLD = (
+    "title",
+    "seed",
+    "policy",
+    "init_digest",
+    "data.source",
+    "training.validate_every",
+    "training.save_every",
+)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two ways to train."""
+
+    name: str
+    losses: tuple[float, ...]  # one for each pair, infinite where a run diverged
+    tokens_per_second: float | None  # the median
+    memory: int | None  # the largest peak, in bytes
+    runs: tuple[str, ...]
+    problems: tuple[str, ...]  # why runs diverged
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The answer. `verdict` is None if the losses cannot be compared."""
+
+    a: Side
+    b: Side
+    verdict: Verdict | None
+    measure: str  # which loss it is about
+    seeds: tuple[int, ...]  # of the pairs; empty if they were paired in the order given
+    spread: float | None  # of the reference over seeds
+    parting: Parting | None
+    parting_unknown: str  # why there is no band
+    first_difference: int | None  # the first step at which a training loss differs at all
+    settings: tuple[tuple[str, Any, Any], ...]  # those that differ
+    notes: tuple[str, ...]
+    curves: tuple[dict[str, Series], dict[str, Series]] | None  # of A and B, for the page
+    limits: Mapping[str, Any] | None  # the band of each series
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the same as data, without the curves."""
+        data = {
+            name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("curves", "limits")
+        }
+        for name in ("a", "b", "verdict", "parting"):
+            data[name] = None if data[name] is None else asdict(data[name])
+        data["settings"] = {key: [a, b] for key, a, b in self.settings}
+        return data
+
+
+def judge(
+    names: tuple[str, str], a: Sequence[Curve], b: Sequence[Curve], *, delta: float | None = None
+) -> Comparison:
+    """Compares runs of A with runs of B, the reference; `delta` is the gap that does not matter."""
+    notes: list[str] = []
+    a, b, seeds = _pairs(a, b, notes)
+    data, model, batches = (_same(a, b, about) for about in (_data, _model, _batches))
+    if data is False and model is False:
+        raise CompareError(
+            f"{names[0]} and {names[1]} differ in both data and model: nothing of them can be compared",
+            hint="compare runs of the same data (then their losses) or of the same model (then speed and memory)",
+        )
+    if None in (data, model):
+        notes.append("a log does not say which data and model it is of: they are taken to be the same")
+    if data is False:
+        notes.append("the runs have other data, so their losses say nothing about each other")
+    if model is False:
+        notes.append("the runs have other models: their held-out losses are compared, but not curves and speed")
+    elif batches is False:
+        notes.append("the updates have other numbers of tokens, so the curves cannot be compared step by step")
+    losses, measure = _losses(a, b) if data is not False else (None, "")
+    decided = None if losses is None else _decide(names, *losses, delta)
+    drawn = _curves(a, b) if data is not False and model is not False and batches is not False else None
+    parting, unknown, limits = _part(drawn)
+    has_speed = model is not False
+    sides = [
+        Side(
+            name,
+            () if losses is None else tuple(losses[i]),
+            _median([curve.tokens_per_second for curve in curves]) if has_speed else None,
+            max((curve.memory for curve in curves if curve.memory), default=None) if has_speed else None,
+            tuple(curve.name for curve in curves),
+            tuple(dict.fromkeys(curve.problem for curve in curves if curve.problem)),
+        )
+        for i, (name, curves) in enumerate(zip(names, (a, b), strict=True))
+    ]
+    spread = seed_spread(losses[1]) if losses is not None and _has_spread(losses[1]) else None
+    different = None if drawn is None else _first_difference(drawn)
+    about = (measure, seeds, spread, parting, unknown, different, _settings(a, b), tuple(notes), drawn, limits)
+    return Comparison(sides[0], sides[1], decided, *about)
+
+
+def _pairs(
+    a: Sequence[Curve], b: Sequence[Curve], notes: list[str]
+) -> tuple[list[Curve], list[Curve], tuple[int, ...]]:
+    """Returns the runs in pairs: those with the same seed, or else in the order given."""
+    by_seed = [{curve.seed: curve for curve in curves if curve.seed is not None} for curves in (a, b)]
+    seeds = sorted(by_seed[0].keys() & by_seed[1].keys())
+    if seeds and all(len(known) == len(curves) for known, curves in zip(by_seed, (a, b), strict=True)):
+        if alone := len(a) + len(b) - 2 * len(seeds):
+            notes.append(f"{alone} run{'s' if alone > 1 else ''} without a partner of the same seed left out")
+        return [by_seed[0][seed] for seed in seeds], [by_seed[1][seed] for seed in seeds], tuple(seeds)
+    n = min(len(a), len(b))
+    notes.append("the runs share no seeds and are paired in the order given: their gaps hold all luck of seeds")
+    return list(a)[:n], list(b)[:n], ()
+
+
+def _same(a: Sequence[Curve], b: Sequence[Curve], about: Any) -> Literal[True, False, None]:
+    """Whether all runs agree in something; None if that is unknown of one of them."""
+    values = [about(curve.about) if curve.about else None for curve in (*a, *b)]
+    return None if None in values else all(value == values[0] for value in values)
+
+
+def _data(about: Mapping[str, Any]) -> Any:
+    return (about.get("data") or {}).get("digest"), about["config"].get("model", {}).get("vocabulary")
+
+
+def _model(about: Mapping[str, Any]) -> Any:
+    return about["config"].get("model")
+
+
+def _batches(about: Mapping[str, Any]) -> Any:
+    return about.get("tokens_per_step")
+
+
+def _losses(a: Sequence[Curve], b: Sequence[Curve]) -> tuple[tuple[list[float], list[float]], str]:
+    """Returns the losses to compare, and what they are: held out at the last step that all have, or of training."""
+    finite = [curve for curve in (*a, *b) if curve.held_out != math.inf]
+    steps = common_steps(finite) if finite else {}
+    if not finite or HELD_OUT in steps:
+        last = int(steps[HELD_OUT][-1]) if finite else 0
+        word = f"held-out loss at step {last:,}"
+        found = [[_held_out(curve, last) for curve in curves] for curves in (a, b)]
+    elif LOSS in steps:
+        window = steps[LOSS][-max(1, round(LAST * len(steps[LOSS]))) :]
+        word = f"mean training loss of steps {window[0]:,} to {window[-1]:,}"
+        found = [[_mean(curve, window) for curve in curves] for curves in (a, b)]
+    else:
+        raise CompareError("the runs have no step in common", hint="compare runs that log the same steps")
+    return (found[0], found[1]), word
+
+
+def _held_out(curve: Curve, step: int) -> float:
+    if curve.held_out == math.inf:
+        return math.inf
+    steps, values = curve.series[HELD_OUT]
+    return float(values[np.searchsorted(steps, step)])
+
+
+def _mean(curve: Curve, window: Any) -> float:
+    steps, values = curve.series[LOSS]
+    mean = float(np.mean(values[np.searchsorted(steps, window)]))
+    return mean if math.isfinite(mean) else math.inf
+
+
+def _decide(names: tuple[str, str], a: list[float], b: list[float], delta: float | None) -> Verdict:
+    if not all(map(math.isfinite, b)):
+        raise CompareError(
+            f"a run of the reference, {names[1]}, diverged: nothing can be compared with it",
+            hint="name the runs that train second, or a lower optimizer.rate for both with --set",
+        )
+    if delta is None and not _has_spread(b):
+        delta = 0.0  # one pair decides nothing, whatever delta is
+    return verdict([x - y for x, y in zip(a, b, strict=True)], seed_spread(b) / 2 if delta is None else delta)
+
+
+def _has_spread(losses: Sequence[float]) -> bool:
+    return len(losses) > 1 and all(map(math.isfinite, losses))
+
+
+def _curves(a: Sequence[Curve], b: Sequence[Curve]) -> tuple[dict[str, Series], dict[str, Series]] | None:
+    steps = {name: at for name, at in common_steps([*a, *b]).items() if name.startswith(PARTING)}
+    names = list(steps)
+    return (stacked(a, names, steps), stacked(b, names, steps)) if names else None
+
+
+def _part(
+    drawn: tuple[dict[str, Series], dict[str, Series]] | None,
+) -> tuple[Parting | None, str, dict[str, Any] | None]:
+    if drawn is None:
+        return None, "", None
+    a, b = drawn
+    finite = [name for name in b if np.isfinite(b[name].values).all()]
+    pairs = len(b[finite[0]].values) if finite else 0
+    if pairs < FEWEST_FOR_BAND:
+        return None, f"a band needs {FEWEST_FOR_BAND} pairs or more, and there are {pairs}", None
+    a, b = ({name: series[name] for name in finite} for series in drawn)
+    return first_parting(a, b), "", band(b, pairs)
+
+
+def _first_difference(drawn: tuple[dict[str, Series], dict[str, Series]]) -> int | None:
+    a, b = (series.get(LOSS) for series in drawn)
+    if a is None or b is None:
+        return None
+    other = np.flatnonzero(np.any(a.values != b.values, axis=0))
+    return int(a.steps[other[0]]) if other.size else None
+
+
+def _settings(a: Sequence[Curve], b: Sequence[Curve]) -> tuple[tuple[str, Any, Any], ...]:
+    """Returns the settings in which the two ways differ, the policy that ran first."""
+    if not (a[0].about and b[0].about):
+        return ()
+    was, now = ({"policy": x[0].about["policy"]} | _flat(x[0].about) for x in (b, a))
+    keys = [key for key in {**now, **was} if now.get(key) != was.get(key)]
+    return tuple((key, now.get(key), was.get(key)) for key in keys)
+
+
+def _flat(about: Mapping[str, Any]) -> dict[str, Any]:
+    shown = {key: value for key, value in flatten(about["config"]).items() if key not in UNTOLD}
+    return shown | {"ranks": about.get("ranks", 1), "device": (about.get("device") or {}).get("name")}
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value]
+    return statistics.median(known) if known else None

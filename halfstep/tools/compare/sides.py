@@ -1,0 +1,108 @@
+"""What A and B may be: runs that are there, logs, or policies to train."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from halfstep.config.load import load, read_policy, setting_named
+from halfstep.config.run import RunConfig
+from halfstep.core.compare import CompareError
+from halfstep.core.errors import PolicyError
+from halfstep.core.policy import read
+from halfstep.tools.compare.curves import Curve, read_run
+from halfstep.tools.compare.logs import EVENT_FILE, read_log
+from halfstep.tools.compare.runs import Way, shortened
+from halfstep.training.run.folder import holds_run
+
+LOGS = (".csv", ".tsv", ".txt", ".log")
+_WHAT = "a run folder, a folder of runs (one for each seed), a loss log (.csv or TensorBoard), or a policy"
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is to be trained on both sides, and how."""
+
+    recipe: str
+    seeds: tuple[int, ...]
+    steps: int | None = None
+    both: tuple[str, ...] = ()  # settings, as --set gives them
+    own: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())  # of A and of B
+    ranks: tuple[int, int] = (1, 1)
+
+
+def is_there(given: str) -> bool:
+    """Whether A or B names something to read, and not a policy to train."""
+    path = Path(given)
+    looks = path.suffix in LOGS or EVENT_FILE in path.name or ("/" in given and path.suffix != ".toml")
+    return looks or (path.exists() and path.suffix != ".toml")
+
+
+def read_side(given: str, column: str | None = None) -> list[Curve]:
+    """Returns the runs of a run folder, a folder of runs, or a log."""
+    path = Path(given)
+    if not path.exists():
+        raise CompareError(f"there is no file or folder `{given}`", hint=f"name {_WHAT}")
+    if not path.is_dir():
+        return read_log(path, column)
+    if holds_run(path):
+        return [read_run(path)]
+    if runs := sorted(each for each in path.iterdir() if each.is_dir() and holds_run(each)):
+        return [read_run(each) for each in runs]
+    if any(path.rglob(f"{EVENT_FILE}*")):
+        return read_log(path, column)
+    raise CompareError(f"`{path}` holds no run and no log", hint=f"name {_WHAT}")
+
+
+def ways(policies: tuple[str, str], training: Training) -> tuple[Way, Way]:
+    """Returns the two ways to train that a command line describes."""
+    first, second = (_way(policies[i], training, i) for i in (0, 1))
+    if first.config == second.config and first.ranks == second.ranks:
+        raise CompareError(
+            f"A and B are the same: {first.name} with the same settings",
+            hint="name two policies, or change a setting of one side: --set-a training.compile=true",
+        )
+    if first.name == second.name:
+        first = dataclasses.replace(first, name=f"{first.name} (A)")
+        second = dataclasses.replace(second, name=f"{second.name} (B)")
+    return first, second
+
+
+def _way(given: str, training: Training, side: int) -> Way:
+    try:
+        policy = read_policy(given)
+        read(policy)
+    except PolicyError as error:
+        raise CompareError(
+            f"`{given}` is neither a file or folder nor a policy: {error.message}",
+            hint=f"name {_WHAT}" + (f"; {error.hint}" if error.hint else ""),
+        ) from None
+    own, ranks = training.own[side], training.ranks[side]
+    if named := [each for each in (*training.both, *own) if setting_named(each) in ("seed", "policy")]:
+        raise CompareError(
+            f"`{named[0]}`: A and B are the policies, and --seeds says how many seeds each gets",
+            hint="leave it out",
+        )
+    config = load(training.recipe, [*training.both, *own, f"policy={policy}"])
+    if ranks > 1 and config.backend != "torch":
+        raise CompareError(
+            f"{ranks} ranks are started by torchrun, and the backend is {config.backend}", hint="use torch"
+        )
+    config = shortened(config, training.steps or config.training.steps)
+    parts = [*own, *([f"{ranks} ranks"] if ranks > 1 else [])]
+    return Way(", ".join([given, *parts]), config, ranks)
+
+
+def check_alike(first: RunConfig, second: RunConfig) -> None:
+    """Refuses to train what could not be compared: other data, or another model."""
+    for name in ("data", "model"):
+        if getattr(first, name) != getattr(second, name):
+            raise CompareError(
+                f"A and B would be trained with another {name}: their losses would say nothing about each other",
+                hint=f"give {name}.* to both, with --set",
+            )
+
+
+def runs_of(given: tuple[str, str], column: str | None) -> tuple[Sequence[Curve], Sequence[Curve]]:
+    """Returns the runs of both sides, which are there."""
+    return read_side(given[0], column), read_side(given[1], column)
