@@ -1,6 +1,7 @@
 """Calibrates `halfstep compare`: how often does it call runs different that differ by their seeds alone?
 
-    python benchmarks/measure/compare.py [--pool 64] [--draws 100] [--runs 8] [--steps 40] [--out DIR] [--json FILE]
+    python benchmarks/measure/compare.py [--pool 64] [--draws 100] [--runs 8] [--steps 40] [--out DIR]
+        [--json FILE]
 
 Trains a pool of micro runs in fp32, each with a seed of its own, then draws 8 + 8 of them again and again and lets
 `halfstep compare` judge them: whatever it calls different is a false alarm. At a level of 1 % one of 100 is

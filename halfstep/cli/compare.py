@@ -44,15 +44,15 @@ def compare(
     """Compare two ways to train: same, different, or cannot tell; and the first step where their curves part.
 
     B is the reference. Policies are trained here, from the same weights and on the same data, a pair of runs for
-    each seed; each run has a folder, so that the same command continues what was interrupted. The exit code is 0 if
-    they are the same, 1 if they are different, 3 if that cannot be told from these runs, and 2 if they cannot be
-    compared.
+    each seed; each run has a folder, so that the same command continues what was interrupted. The exit code is 0
+    if they are the same, 1 if they are different, 3 if that cannot be told from these runs, and 2 if they cannot
+    be compared.
 
     Parameters
     ----------
     a
-        A policy (as of `halfstep train --policy`), a run folder, a folder of runs with one for each seed, or a loss
-        log: a CSV file, an export of W&B, a TensorBoard log.
+        A policy (as of `halfstep train --policy`), a run folder, a folder of runs with one for each seed, or a
+        loss log: a CSV file, an export of W&B, a TensorBoard log.
     b
         The reference: the same.
     recipe

@@ -49,7 +49,7 @@ def evidence(result: Comparison) -> list[Row]:
     a, b = result.a, result.b
     rows = [("runs", str(len(a.runs)), str(len(b.runs)))]
     if a.losses:
-        rows.append((result.measure, *(_mean(side.losses) for side in (a, b))))
+        rows.append((result.measure, _mean(a.losses), _mean(b.losses)))
     if result.spread is not None:
         rows.append(("spread over seeds", _spread(a.losses), plain(result.spread)))
     if a.tokens_per_second and b.tokens_per_second:
@@ -76,7 +76,8 @@ def html(result: Comparison) -> str:
     """Returns the page."""
     drawn = charts(result)
     tiles = _tiles(result)
-    pairs = list(zip(_labels(result), result.a.losses, result.b.losses, strict=True))
+    labels = result.seeds or range(1, len(result.a.losses) + 1)
+    pairs = list(zip(labels, result.a.losses, result.b.losses, strict=False))  # without a verdict, no losses
     return fill(
         "compare.html",
         title=f"{result.a.name} against {result.b.name}",
@@ -85,7 +86,7 @@ def html(result: Comparison) -> str:
         tiles=tiles,
         result=result,
         rows=evidence(result),
-        pairs=[(label, plain(a, 6), plain(b, 6), signed(a - b)) for label, a, b in pairs],
+        pairs=[(str(label), plain(a, 6), plain(b, 6), signed(a - b)) for label, a, b in pairs],
         charts=drawn,
         data={"charts": {chart.id: chart.data() for chart in drawn}, "layers": None, "what_if": []},
         halfstep=__version__,
@@ -161,10 +162,6 @@ def _tiles(result: Comparison) -> list[dict[str, str]]:
         note = f"{size(a.memory)} against {size(b.memory)}"
         tiles.append({"name": "peak memory", "value": f"{a.memory / b.memory:.2f} times", "note": note})
     return tiles
-
-
-def _labels(result: Comparison) -> list[str]:
-    return [str(seed) for seed in result.seeds] or [str(i + 1) for i in range(len(result.a.losses))]
 
 
 def signed(value: float) -> str:

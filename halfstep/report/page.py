@@ -47,8 +47,8 @@ class Report:
         history = self._history.finish()
         contents = _contents(history, self._reader)
         # A live page may get layers later.
-        assets = assets(maps=live or contents["layers"] is not None, live=live)
-        return fill("page.html", title=self.title, live=live, **assets, **contents)
+        program = assets(maps=live or contents["layers"] is not None, live=live)
+        return fill("page.html", title=self.title, live=live, **program, **contents)
 
 
 def render(events: Iterable[Event], title: str) -> str:

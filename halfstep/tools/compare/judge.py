@@ -5,8 +5,8 @@
     the same model                           speed and memory
 
 Whatever cannot be compared is left out, and `notes` say why. Runs whose data and models are both different have
-nothing in common. Of logs nothing is known but their numbers: that data and model are the same is taken for granted,
-and said.
+nothing in common. Of logs nothing is known but their numbers: that data and model are the same is taken for
+granted, and said.
 """
 
 import math
@@ -33,7 +33,7 @@ from halfstep.tools.compare.curves import HELD_OUT, LOSS, PARTING, Curve, common
 
 LAST = 0.1  # of the steps: their mean training loss is compared if no loss is held out
 # Settings that say nothing about what is compared, or are shown elsewhere.
-UNTOLD = (
+NOT_SHOWN = (
     "title",
     "seed",
     "policy",
@@ -161,7 +161,7 @@ def _batches(about: Mapping[str, Any]) -> Any:
 
 
 def _losses(a: Sequence[Curve], b: Sequence[Curve]) -> tuple[tuple[list[float], list[float]], str]:
-    """Returns the losses to compare, and what they are: held out at the last step that all have, or of training."""
+    """Returns the losses to compare, and what they are: held out at the last common step, or of training."""
     finite = [curve for curve in (*a, *b) if curve.held_out != math.inf]
     steps = common_steps(finite) if finite else {}
     if not finite or HELD_OUT in steps:
@@ -243,7 +243,7 @@ def _settings(a: Sequence[Curve], b: Sequence[Curve]) -> tuple[tuple[str, Any, A
 
 
 def _flat(about: Mapping[str, Any]) -> dict[str, Any]:
-    shown = {key: value for key, value in flatten(about["config"]).items() if key not in UNTOLD}
+    shown = {key: value for key, value in flatten(about["config"]).items() if key not in NOT_SHOWN}
     return shown | {"ranks": about.get("ranks", 1), "device": (about.get("device") or {}).get("name")}
 
 

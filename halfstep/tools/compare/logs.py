@@ -1,9 +1,9 @@
 """Losses that other tools have logged: CSV files, W&B's export, TensorBoard's event files.
 
-A CSV file has a header. Its column `step` counts updates (without one, the lines are counted), and each other column
-is a number: `loss`, `val_loss` and what else people call them. W&B exports one number of several runs, in columns
-`RUN - NAME`; its columns of minima and maxima (`__MIN`, `__MAX`) and of steps (`_step`) are left out. A TensorBoard
-log is an event file or the folder around it.
+A CSV file has a header. Its column `step` counts updates (without one, the lines are counted), and each other
+column is a number: `loss`, `val_loss` and what else people call them. W&B exports one number of several runs, in
+columns `RUN - NAME`; its columns of minima and maxima (`__MIN`, `__MAX`) and of steps (`_step`) are left out. A
+TensorBoard log is an event file or the folder around it.
 """
 
 import csv
@@ -20,7 +20,14 @@ from halfstep.training.files import os_errors
 
 STEPS = ("step", "_step", "global_step", "iteration", "iter", "trainer/global_step", "train/global_step")
 # What people call a loss, the likeliest first; case, spaces and what separates words do not matter.
-HELD_OUT_NAMES = ("held_out_loss", "validation_loss", "val_loss", "eval_loss", "test_loss", "loss_validation")
+HELD_OUT_NAMES: tuple[str, ...] = (
+    "held_out_loss",
+    "validation_loss",
+    "val_loss",
+    "eval_loss",
+    "test_loss",
+    "loss_validation",
+)
 HELD_OUT_NAMES += ("loss_val", "loss_eval", "loss_held_out", "validation", "eval", "val")
 LOSS_NAMES = ("loss", "train_loss", "training_loss", "loss_train", "loss_training")
 _WANDB = " - "
@@ -34,6 +41,8 @@ def read_log(path: Path, column: str | None = None) -> list[Curve]:
     with os_errors(CompareError, f"`{path}` cannot be read", "name a CSV file, a TensorBoard log or a run folder"):
         content = read_bytes(path, MOST_TABLE)
     table = _table(path, content)
+    if not table:
+        raise CompareError(f"`{path}` holds no numbers", hint="the first line names the columns: step,loss")
     runs: dict[str, dict[str, dict[int, float]]] = {}
     for name, values in table.items():
         run, dash, number = name.rpartition(_WANDB)

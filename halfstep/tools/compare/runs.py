@@ -151,7 +151,7 @@ def _train(
 
 
 def _train_ranks(config: RunConfig, ranks: int, out: Path, device: str | None) -> Curve:
-    """Trains one run, or the rest of it, by several processes that torchrun starts; its log is beside its folder."""
+    """Trains one run, or the rest of it, by processes that torchrun starts; their log is beside its folder."""
     if (out / EVENTS).exists() and ((known := read_finished(out)) is not None):
         return known
     out.parent.mkdir(parents=True, exist_ok=True)
