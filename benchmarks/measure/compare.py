@@ -1,7 +1,7 @@
 """Calibrates `halfstep compare`: how often does it call runs different that differ by their seeds alone?
 
-    python benchmarks/measure/compare.py [--pool 64] [--draws 100] [--runs 8] [--steps 40] [--out DIR]
-        [--json FILE]
+    python benchmarks/measure/compare.py [--first SEED] [--pool 64] [--draws 100] [--runs 8] [--steps 40]
+        [--out DIR] [--json FILE]
 
 Trains a pool of micro runs in fp32, each with a seed of its own, then draws 8 + 8 of them again and again and lets
 `halfstep compare` judge them: whatever it calls different is a false alarm. At a level of 1 % one of 100 is
@@ -29,13 +29,15 @@ MICRO = ("layers=1", "width=32", "heads=2", "context=32")
 ALLOWED = 0.05  # of the draws
 
 
-def pool(size: int, steps: int, out: Path) -> list[Curve]:
+def pool(first: int, size: int, steps: int, out: Path) -> list[Curve]:
     """Returns the runs, one for each seed."""
     settings = [f"model.{each}" for each in MICRO]
     config = load("tiny", [*settings, "training.batch=4", "training.validation_tokens=8192"])
-    print(f"torch {backend_version(config)}; {size} runs of {steps} steps: {', '.join(settings)}", flush=True)
+    print(
+        f"torch {backend_version(config)}; {size} runs of {steps} steps, from seed {first} on: {', '.join(MICRO)}"
+    )
     begin = time.perf_counter()
-    curves = paired(config, ["fp32"], range(size), steps, _show, out=out)["fp32"]
+    curves = paired(config, ["fp32"], range(first, first + size), steps, _show, out=out)["fp32"]
     print(f"trained, or read, in {time.perf_counter() - begin:.0f} s", flush=True)
     return list(curves.values())
 
@@ -56,13 +58,13 @@ def draw(a: list[Curve], b: list[Curve]) -> tuple[str, bool]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in {"pool": 64, "draws": 100, "runs": 8, "steps": 40}.items():
+    for name, value in {"first": 0, "pool": 64, "draws": 100, "runs": 8, "steps": 40}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        curves = pool(options.pool, options.steps, options.out or Path(temporary))
+        curves = pool(options.first, options.pool, options.steps, options.out or Path(temporary))
     losses = [float(curve.held_out or 0) for curve in curves]
     print(f"held-out loss {np.mean(losses):.4f}, seed spread {seed_spread(losses):.4f}")
     rng, kinds, parted = np.random.default_rng(0), collections.Counter[str](), 0

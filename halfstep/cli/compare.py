@@ -136,7 +136,8 @@ def _seeds(number: int) -> tuple[int, ...]:
 
     if not 2 <= number <= 1000:
         raise ConfigError(
-            f"--seeds {number}: a verdict needs 2 to 1,000 pairs of runs", hint="4 is the default; 3 make a band"
+            f"--seeds {number}: a verdict needs 2 to 1,000 pairs of runs",
+            hint="4 is the default, and the fewest that show where curves part",
         )
     return tuple(range(number))
 

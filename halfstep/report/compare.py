@@ -122,10 +122,7 @@ def _gap(result: Comparison, name: str, a: Curves, b: Curves) -> Chart:
     if limits is not None:
         lines += [Line("seeds explain up to", "reference", Series(b.steps, limits))]
         lines += [Line("and down to", "reference", Series(b.steps, -limits))]
-        caption += (
-            " The dashed band is simultaneous: over all steps and layers, no two runs of the reference differ"
-        )
-        caption += " by more, at the scale of this mean."
+        caption += " The dashed band is simultaneous: seeds alone seldom leave it at any step of any curve."
     title = f"Gap of the {name}" + ("" if name == LOSS else ", as a logarithm")
     identifier = "gap" if name == LOSS else "gap-of-first"
     return Chart(identifier, title, "plain", (*lines, *_mark(result)), caption, wide=True)

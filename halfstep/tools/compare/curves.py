@@ -98,9 +98,16 @@ def stacked(
 ) -> dict[str, Series]:
     """Returns several runs as series with a row for each, at steps that all of them have."""
     return {
-        name: Series(steps[name], np.array([_at(*curve.series[name], steps[name]) for curve in curves]))
+        name: Series(
+            steps[name], np.array([_at(*curve.series[name], steps[name]) for curve in curves]), _kind(name)
+        )
         for name in names
     }
+
+
+def _kind(name: str) -> str:
+    """Returns the kind of a series: the gradients of all layers are one."""
+    return name if name in (LOSS, GRADIENT) else "layers"
 
 
 def common_steps(curves: Sequence[Curve]) -> dict[str, NDArray[np.int64]]:
