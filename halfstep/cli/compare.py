@@ -45,8 +45,7 @@ def compare(
 
     B is the reference. Policies are trained here, from the same weights and on the same data, a pair of runs for
     each seed; each run has a folder, so that the same command continues what was interrupted. The exit code is 0
-    if they are the same, 1 if they are different, 3 if that cannot be told from these runs, and 2 if they cannot
-    be compared.
+    if they are the same, 1 if they are different, 3 if these runs cannot tell, and 2 if they cannot be compared.
 
     Parameters
     ----------
