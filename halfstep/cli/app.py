@@ -15,7 +15,21 @@ from typing import Any
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnknownOptionError, UnusedCliTokensError
 
 from halfstep import __version__
-from halfstep.cli import audit, bench, compare, data, export, formats, policy, probe, report, runs, train, trained
+from halfstep.cli import (
+    audit,
+    bench,
+    compare,
+    data,
+    export,
+    formats,
+    policy,
+    probe,
+    report,
+    runs,
+    train,
+    trained,
+    tune,
+)
 from halfstep.cli.output import discard, drop_refused_output, print_error, print_failure
 from halfstep.core.errors import ConfigError, HalfstepError
 
@@ -50,6 +64,7 @@ app.command(report.watch)
 app.command(report.report)
 app.command(audit.audit)
 app.command(compare.compare)
+app.command(tune.tune)
 
 
 # What an option that a command lacks is as a setting.

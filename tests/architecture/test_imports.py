@@ -19,7 +19,7 @@ LAYERS = [
     {"torch", "jax", "mlx"},
     {"training"},
     {"integrations"},
-    {"tools"},  # to come here: compare, tune, plan
+    {"tools"},  # to come here: plan
     {"report"},
     {"cli"},
 ]
@@ -45,6 +45,7 @@ BACKEND_ROOMS = [
     {"state"},
     {"step"},
     {"session"},
+    {"tuning"},
     {"export"},
 ]
 # JAX interprets a whole loss function by what `apply` decided; torch's `apply` plans with the table of functions.
@@ -77,6 +78,7 @@ ABSENT_ROOMS = {
     "islands": "torch alone: there is a torch.nn whose names people expect",
     "shards": "torch alone: JAX's arrays and MLX's have no class of their own for a part of one",
     "export": "torch alone: the libraries that read an export run on it",
+    "tuning": "torch alone: `halfstep tune` tries formats module by module, and hardware has them on torch first",
     "convert": "torch, MLX: modules change their class; JAX has functions instead",
 }
 # The frameworks, and the folder that may import each.

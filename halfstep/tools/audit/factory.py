@@ -27,7 +27,7 @@ RETURNS = "a factory takes no arguments and returns model, optimizer or model, o
 
 def of_factory(module: str, name: str, steps: int) -> Record:
     """Returns the record of what a factory makes."""
-    made = _call(_find(module, name), f"{module}:{name}")
+    made = call(find(module, name), f"{module}:{name}")
     if not isinstance(made, tuple) or len(made) not in (2, 4):
         raise ConfigError(f"`{module}:{name}` returned {_described(made)}", hint=RETURNS)
     framework = _framework(made)
@@ -49,7 +49,8 @@ def of_factory(module: str, name: str, steps: int) -> Record:
     return record
 
 
-def _find(module: str, name: str) -> Callable[[], Any]:
+def find(module: str, name: str) -> Callable[[], Any]:
+    """Returns a function of the user's; the module is looked for in the current folder, as `python` does."""
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)
     try:
@@ -69,7 +70,8 @@ def _find(module: str, name: str) -> Callable[[], Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _call(factory: Callable[[], Any], where: str) -> Any:
+def call(factory: Callable[[], Any], where: str) -> Any:
+    """Returns what a factory makes; an error of its code names the line."""
     try:
         return factory()
     except Exception as error:

@@ -1,0 +1,165 @@
+"""Tunes a GPT on this device, and compares what was found with fp8-mixed: time by turns, and held-out loss.
+
+    python benchmarks/measure/tune.py                     1.3B parameters (24 x 2048): some six minutes on an H200
+    python benchmarks/measure/tune.py --device cpu --layers 1 --width 32 --heads 2 --context 16 --batch 2
+        --vocabulary 256 --steps 4 --rounds 1               the same on any machine, to see that it runs
+
+Runs of the search are eager, so that none waits for a compiler, and begin with weights that are drawn on the
+device. The time of a step is that of the compiled model, of both policies by turns. Exit code 1 if the tuned
+policy is slower by more than the spread of its rounds, or its held-out loss is higher than fp8-mixed's.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+
+from halfstep.core.policy import Policy
+from halfstep.tools.bench.arms.model import GPT2
+from halfstep.tools.tune.reasons import judged, policy_file, share
+from halfstep.tools.tune.targets import base_of
+from halfstep.tools.tune.tune import Settings, Tuned, Tuner
+from halfstep.torch import AdamW, prepare
+from halfstep.torch.tuning.study import Study
+from halfstep.torch.tuning.trial import Trial
+from halfstep.training.data.load import load_corpus
+
+HELD_OUT = 8  # batches
+
+
+class Shape:
+    """A GPT of some size on the bytes of the standard library: a target of the tuner."""
+
+    named, note = None, ""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options, self.device, self.compiled = options, options.device, options.device != "cpu"
+        corpus = load_corpus("stdlib", 0.1, 256)
+        self.text = {"train": torch.tensor(corpus.train), "held_out": torch.tensor(corpus.validation)}
+
+    def batches(self, part: str, count: int, rows: int) -> list[Any]:
+        """Returns the first batches of a text: inputs and targets."""
+        size = self.options.context + 1
+        tokens = self.text[part][: count * rows * size].view(count, rows, size).long().to(self.device)
+        return [(each[:, :-1], each[:, 1:]) for each in tokens]
+
+    def make(self) -> tuple[Any, ...]:
+        """Returns what a factory does; weights come from torch's random state."""
+        o = self.options
+        with torch.device(self.device):
+            model = GPT2(layers=o.layers, width=o.width, heads=o.heads, vocabulary=o.vocabulary, context=o.context)
+        train, held_out = self.batches("train", o.steps, o.batch), self.batches("held_out", HELD_OUT, o.batch)
+        return model, AdamW(model.parameters(), lr=3e-4), lambda pair: model(*pair), train, held_out
+
+    def trial(self, policy: Policy, seed: int) -> Trial:
+        """Returns a new model under a policy."""
+        torch.manual_seed(seed)
+        return Trial(self.make(), policy, seed)
+
+    def train(self, policy: Policy, seed: int, steps: int, report: Callable[[int], None]) -> float:
+        """Trains a new model; returns its held-out loss."""
+        return self.trial(policy, seed).train(steps, report)
+
+    def study(self, base: Policy, seed: int, steps: int, report: Callable[[int], None]) -> Study:
+        """Studies the gradients of one sequence, to be quick; the layers have the rows of a whole batch."""
+        trial = self.trial(base, seed)
+        trial.train(steps, report)
+        study = Study(trial.run, trial.loss_fn, self.batches("train", 1, 1))
+        rows = self.options.batch * self.options.context
+        study.layers = [replace(layer, rows=rows) for layer in study.layers]
+        return study
+
+
+def arm(shape: Shape, policy: str) -> Callable[[int], float]:
+    """Returns a function that takes so many compiled steps and returns the seconds of one."""
+    torch.manual_seed(0)
+    model, optimizer, _, batches, _ = shape.make()
+    tokens = shape.options.batch * shape.options.context
+    run = prepare(model, optimizer, policy, clip_norm=1.0, tokens=tokens)
+    forward = torch.compile(model) if shape.compiled else model
+
+    def take(count: int) -> float:
+        wait(shape.device)
+        begun = time.perf_counter()
+        for i in range(count):
+            run.step(lambda pair: forward(*pair), [batches[i % len(batches)]])
+        wait(shape.device)
+        return (time.perf_counter() - begun) / count
+
+    take(3 if shape.compiled else 1)  # compiles
+    return take
+
+
+def wait(device: str) -> None:
+    """Waits for the device."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def race(shape: Shape, policies: dict[str, str]) -> dict[str, list[float]]:
+    """Returns the seconds of a step of each policy, by turns."""
+    arms = {name: arm(shape, policy) for name, policy in policies.items()}
+    taken: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(shape.options.rounds):
+        for name, take in arms.items():
+            taken[name].append(take(5 if shape.compiled else 1))
+    return taken
+
+
+def tune(shape: Shape, out: Path) -> Tuned:
+    """Searches."""
+    o = shape.options
+    settings = Settings(
+        "1.3B", str(base_of(shape, None)), ("e4m3",), ("e5m2",), "same", o.steps, o.seeds, o.seeds + 2, 4
+    )
+    begun = time.perf_counter()
+
+    def progress(done: int, total: int, words: str) -> None:
+        if done % 50 == 0:
+            print(f"{time.perf_counter() - begun:6.0f} s  {done}/{total}  {words}", flush=True)
+
+    return Tuner(shape, settings, out, progress).run()
+
+
+def main() -> int:
+    """Tunes, races and compares."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"layers": 24, "width": 2048, "heads": 16, "context": 1024, "batch": 8, "vocabulary": 50304}
+    for name, value in (sizes | {"steps": 20, "seeds": 3, "rounds": 5}).items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    shape = Shape(options)
+    tuned = tune(shape, options.out or Path(tempfile.mkdtemp()))
+    for each in tuned.evaluations:
+        print(f"{len(each.modules)} of {len(tuned.rows)} narrow: {judged(each)}; {share(tuned, each)}", flush=True)
+    if tuned.met:
+        print(policy_file(tuned), flush=True)
+    rival = "fp8-mixed,compute=e4m3" + (",emulate=true" if tuned.unit == "bytes" else "")
+    seeds = range(options.seeds)
+    policies = {"tuned": str(tuned.policy), "fp8-mixed": rival}
+    losses = {
+        name: mean(shape.train(Policy.parse(policy), seed, options.steps, lambda step: None) for seed in seeds)
+        for name, policy in policies.items()
+    }
+    print(json.dumps({"held_out": losses}), flush=True)
+    taken = race(shape, policies | {"fp8-mixed": rival.replace("compute=e4m3", "").replace(",,", ",").strip(",")})
+    print(json.dumps({"seconds": taken}), flush=True)
+    medians = {name: median(each) for name, each in taken.items()}
+    spread = max(taken["tuned"]) - min(taken["tuned"])
+    slower, worse = medians["tuned"] - spread > medians["fp8-mixed"], losses["tuned"] > losses["fp8-mixed"]
+    print(f"tuned / fp8-mixed: {medians['tuned'] / medians['fp8-mixed']:.3f} of the time, "
+          f"{losses['tuned'] - losses['fp8-mixed']:+.4f} of held-out loss")  # fmt: skip
+    return int(slower or worse)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,101 @@
+"""The page of `halfstep tune`: loss against cost of each policy that was compared, and what each module bears.
+
+One file that needs nothing: no script, no font, no other file.
+"""
+
+import math
+from dataclasses import dataclass
+
+from halfstep.report.template import fill
+from halfstep.tools.tune.reasons import amount, judged, percent, share, summary
+from halfstep.tools.tune.rules import words
+from halfstep.tools.tune.search import Option
+from halfstep.tools.tune.tune import Evaluation, Tuned
+
+# The picture's inside: pixels.
+LEFT, TOP, WIDTH, HEIGHT = 80, 24, 640, 300
+
+
+@dataclass(frozen=True)
+class Point:
+    """A policy in the picture: pixels, and what to say of it."""
+
+    x: float
+    y: float
+    low: float
+    high: float
+    look: str
+    label: str
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What the picture spans."""
+
+    cheapest: float
+    dearest: float
+    lowest: float
+    highest: float
+
+    def x(self, cost: float) -> float:
+        """Returns where a cost is."""
+        return LEFT + WIDTH * (cost - self.cheapest) / (self.dearest - self.cheapest)
+
+    def y(self, gap: float) -> float:
+        """Returns where a gap is; one beyond the picture is at its edge."""
+        inside = min(max(gap, self.lowest), self.highest)
+        return TOP + HEIGHT * (self.highest - inside) / (self.highest - self.lowest)
+
+
+def html(tuned: Tuned) -> str:
+    """Returns the page."""
+    base, axes = tuned.policy, _axes(tuned)
+    options = next(iter(tuned.rows.values()))[1:]
+    return fill(
+        "tune.html",
+        tuned=tuned,
+        title=f"What {tuned.settings.target.split(' ')[0]} bears",
+        summary=summary(tuned),
+        points=[_base_point(tuned, axes), *(_point(tuned, each, axes) for each in tuned.evaluations)],
+        zero=axes.y(0),
+        band=(axes.y(tuned.delta), axes.y(-tuned.delta)),
+        ticks_y=[(axes.y(gap), f"{gap:+.3g}") for gap in (axes.lowest, 0.0, axes.highest)],
+        ticks_x=[(axes.x(cost), amount(cost, tuned.unit)) for cost in (axes.cheapest, axes.dearest)],
+        picture=(LEFT, TOP, WIDTH, HEIGHT),
+        policies=[(each, share(tuned, each), judged(each)) for each in tuned.evaluations],
+        columns=[words(base, option.compute, option.grad) for option in options],
+        modules=_modules(tuned),
+    )
+
+
+def _axes(tuned: Tuned) -> Axes:
+    costs = [tuned.base_cost, *(each.cost for each in tuned.evaluations)]
+    ends = [end for each in tuned.evaluations for end in each.verdict.interval90 if math.isfinite(end)]
+    most = max([tuned.delta, *map(abs, ends)]) or 1.0
+    cheapest = min(costs)
+    return Axes(cheapest, max(costs) if max(costs) > cheapest else cheapest + 1, -most * 1.05, most * 1.05)
+
+
+def _base_point(tuned: Tuned, axes: Axes) -> Point:
+    y = axes.y(0)
+    return Point(axes.x(tuned.base_cost), y, y, y, "base", "base", f"The base, {tuned.settings.base}.")
+
+
+def _point(tuned: Tuned, each: Evaluation, axes: Axes) -> Point:
+    low, high = each.verdict.interval90
+    look = "chosen" if each is tuned.chosen else "met" if each.met else "missed"
+    count = f"{len(each.modules)} of {len(tuned.rows)}"
+    sentence = f"{count} matmuls narrow: {judged(each)}; {share(tuned, each)}."
+    return Point(axes.x(each.cost), axes.y(each.verdict.mean), axes.y(low), axes.y(high), look, count, sentence)
+
+
+def _modules(tuned: Tuned) -> list[tuple[str, str, list[tuple[str, float]]]]:
+    """Returns each module, what it was given, and what each option loses with the length of its bar."""
+    rows = []
+    chosen, base = tuned.found.assignment, tuned.policy
+    for name, options in sorted(tuned.rows.items(), key=lambda row: -max(o.damage for o in row[1])):
+        given = chosen.get(name, Option())
+        losses = [(percent(o.damage), 100 * math.sqrt(min(o.damage, 1.0))) for o in options[1:]]
+        rows.append((name, words(base, given.compute, given.grad), losses))
+    return rows

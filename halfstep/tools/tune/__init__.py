@@ -1,0 +1,1 @@
+"""Which module bears which format: `halfstep tune`."""

@@ -1,0 +1,102 @@
+"""Why each rule of a tuned policy is there, in a line; and the file that holds them."""
+
+import math
+
+from halfstep.core.policy import Policy
+from halfstep.core.roles import print_value
+from halfstep.tools.tune.rules import Wanted, to_toml, words
+from halfstep.tools.tune.search import Option
+from halfstep.tools.tune.tune import Evaluation, Tuned
+
+
+def policy_file(tuned: Tuned) -> str:
+    """Returns policy.toml: what was found, with a comment for each rule."""
+    s, chosen = tuned.settings, tuned.chosen
+    heading = [f"Found by `halfstep tune {s.target}`, from `{s.base}`."]
+    if chosen is not None:
+        heading.append(f"{judged(chosen)}; {share(tuned, chosen)}.")
+    if tuned.unit == "bytes":
+        heading.append(f"Costs are bytes, not seconds: {tuned.lacking}.")
+    return to_toml(tuned.policy, tuned.wanted, lambda wanted: why(tuned, wanted), heading)
+
+
+def why(tuned: Tuned, wanted: Wanted) -> str:
+    """Returns why a rule is there."""
+    base = Policy.parse(tuned.settings.base)
+    options = {name: tuned.found.assignment.get(name, Option()) for name in wanted.modules}
+    if any(not option.is_base for option in options.values()):
+        shares = [option.damage for option in options.values()]
+        costs = sum(option.cost for option in options.values())
+        before = sum(tuned.rows[name][0].cost for name in options)
+        took = f"{amount(costs, tuned.unit)} instead of {amount(before, tuned.unit)}"
+        if len(options) == 1:
+            return f"it alone loses {_range(shares)} of a step's descent, and takes {took}"
+        return f"{len(options)} matmuls: each alone loses {_range(shares)} of a step's descent; they take {took}"
+    return "; ".join(_kept(tuned, base, name) for name in wanted.modules)
+
+
+def _kept(tuned: Tuned, base: Policy, name: str) -> str:
+    """Returns why a module stays as in the base."""
+    where = f"`{name}` "
+    cheaper = [option for option in tuned.rows[name] if option.cost < tuned.rows[name][0].cost]
+    if not cheaper:
+        fast = min(tuned.rows[name][1:], key=lambda option: option.cost)
+        took = f"{amount(fast.cost, tuned.unit)} instead of {amount(tuned.rows[name][0].cost, tuned.unit)}"
+        return f"{where}saves nothing here: {took} in {words(base, fast.compute, fast.grad)}"
+    least = min(cheaper, key=lambda option: option.damage)
+    text = f"{where}loses {percent(least.damage)} of a step's descent in {words(base, least.compute, least.grad)}"
+    failed = [each for each in tuned.evaluations if not each.met and name in each.modules]
+    if not failed:
+        return text
+    return f"{text}; {judged(min(failed, key=lambda each: len(each.modules)))} with it"
+
+
+def judged(evaluation: Evaluation) -> str:
+    """Describes how a policy compares with the base."""
+    known, seeds = evaluation.verdict, len(evaluation.gaps)
+    if known.diverged:
+        return f"{known.diverged} of {seeds} runs diverged (different)"
+    low, high = known.interval90
+    return f"held-out loss {known.mean:+.4f} ({low:+.4f} to {high:+.4f}, {seeds} seeds: {known.kind})"
+
+
+def share(tuned: Tuned, evaluation: Evaluation) -> str:
+    """Describes what a policy saves."""
+    ratio = evaluation.cost / tuned.base_cost if tuned.base_cost else 1.0
+    return f"matmuls take {amount(evaluation.cost, tuned.unit)}, {ratio:.2f} of the base's"
+
+
+def amount(cost: float, unit: str) -> str:
+    """Returns a cost with its unit."""
+    if unit == "s":
+        return f"{cost * 1e3:.3g} ms"
+    for name, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if cost >= size:
+            return f"{cost / size:.3g} {name}"
+    return f"{cost:.0f} bytes"
+
+
+def percent(value: float) -> str:
+    """Returns a share in percent, with the digits that matter."""
+    return "all" if not math.isfinite(value) else f"{100 * value:.2g} %"
+
+
+def _range(shares: list[float]) -> str:
+    low, high = percent(min(shares)), percent(max(shares))
+    return low if low == high else f"{low} to {high}"
+
+
+def summary(tuned: Tuned) -> str:
+    """Describes the outcome in a line or two."""
+    total = len(tuned.rows)
+    if tuned.met:
+        found = f"{len(tuned.found.assignment)} of {total} matmuls are narrow"
+        rest = "" if tuned.found.finished else "; more may be possible: --policies lets it compare more of them"
+        return found + rest
+    best = tuned.best
+    what = "the same held-out loss" if tuned.settings.budget == "same" else f"a gap of {tuned.settings.budget}"
+    if best is None:
+        return f"no format saves anything here: `{print_value(Policy.parse(tuned.settings.base).compute)}` stays"
+    return (
+        f"no policy with a narrow matmul meets the budget, {what}; the best found: {judged(best)}: {best.policy}"
+    )

@@ -1,0 +1,337 @@
+"""`halfstep tune`: the narrowest formats that a training bears, module by module.
+
+1.  The reference: the base policy, trained for a while with several seeds.
+2.  The study: each module alone in each format, by what the gradient notices (torch/tuning/study.py).
+3.  Costs: the time of each layer in each format on this device, or the bytes its matmuls read where the device
+    lacks a format; then everything runs emulated.
+4.  The search (search.py). Each policy it asks about is trained with the same seeds as the reference, and the gaps
+    of the held-out losses decide (core/compare).
+
+Everything that took time is kept in OUT/tune.json as soon as it is known: the same command continues there.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from halfstep.config.reading import read_bytes
+from halfstep.core.compare import Verdict, seed_spread, verdict
+from halfstep.core.errors import ConfigError
+from halfstep.core.policy import Policy
+from halfstep.core.roles import Operand, parse_value
+from halfstep.tools.tune.rules import Wanted, changed, formats_of
+from halfstep.tools.tune.search import Assignment, Found, Option, search
+from halfstep.tools.tune.targets import Target
+from halfstep.training.files import make_folder, write_whole
+
+KEPT = "tune.json"
+MOST_KEPT = 64 * 2**20  # bytes of it
+SEED = 0  # the first; the study is made with it
+EXPECTED = 3  # policies that a search asks about, for the progress bar
+
+# Called with the work done, all of it as far as is known, and what is being done.
+OnProgress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is asked for: a folder holds one."""
+
+    target: str
+    base: str
+    compute: tuple[str, ...]
+    grad: tuple[str, ...]
+    budget: str
+    steps: int
+    seeds: int
+    most_seeds: int
+    policies: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One policy, trained and compared with the base."""
+
+    policy: str
+    modules: tuple[str, ...]  # those that are not as in the base
+    cost: float
+    damage: float
+    gaps: tuple[float, ...]
+    verdict: Verdict
+    met: bool
+
+
+@dataclass
+class Tuned:
+    """What a search found."""
+
+    settings: Settings
+    unit: str  # of costs: `s` or `bytes`
+    lacking: str  # why costs are bytes
+    reference: tuple[float, ...]  # held-out losses of the base
+    delta: float
+    base_cost: float
+    rows: dict[str, list[Option]]  # the options of each module, the base first
+    kept: dict[str, str]  # modules that are not touched, and why
+    found: Found
+    policy: Policy
+    wanted: list[Wanted]
+    evaluations: list[Evaluation] = field(default_factory=list)
+    note: str = ""
+
+    @property
+    def met(self) -> bool:
+        """Whether a policy narrower than the base meets the budget."""
+        return bool(self.found.steps)
+
+    @property
+    def chosen(self) -> Evaluation | None:
+        """The policy that was found, as it was compared."""
+        return next((each for each in self.evaluations if each.met and each.policy == str(self.policy)), None)
+
+    @property
+    def best(self) -> Evaluation | None:
+        """Of the policies that were compared, the one with the smallest gap."""
+        return min(self.evaluations, key=lambda each: each.verdict.mean, default=None)
+
+
+def check(settings: Settings) -> None:
+    """Refuses settings that cannot be meant."""
+    if settings.budget != "same" and not 0 <= _number(settings.budget) < math.inf:
+        raise ConfigError(
+            f"--budget {settings.budget} is not a budget",
+            hint="write `same`, or how much higher the held-out loss may be, such as 0.01",
+        )
+    if settings.seeds < 2 or settings.most_seeds < settings.seeds:
+        raise ConfigError(
+            f"--seeds {settings.seeds}, --most-seeds {settings.most_seeds}: a gap has a spread from two seeds on",
+            hint="write --seeds 4 --most-seeds 12",
+        )
+    for name in ("steps", "policies"):
+        if getattr(settings, name) < 1:
+            raise ConfigError(
+                f"--{name} {getattr(settings, name)} is not a number of {name}", hint="give 1 or more"
+            )
+    for role in ("compute", "grad"):
+        for text in getattr(settings, role):
+            if parse_value(role, text).amax == "delayed":  # type: ignore[union-attr]
+                raise ConfigError(
+                    f"--{role} {text}: a delayed scale comes from earlier updates, and a study has none",
+                    hint=f"tune with `{text.replace(':delayed', '')}`, and write `delayed` into the policy",
+                )
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+class Tuner:
+    """One search, and what it knows."""
+
+    def __init__(self, target: Target, settings: Settings, out: Path, on_progress: OnProgress):
+        check(settings)
+        self.target, self.settings, self.out = target, settings, out
+        self.base, self.unit, self.lacking = self._settle_base()
+        self._on_progress, self._done, self._total, self._words = on_progress, 0, 0, ""
+        self.known: dict[str, Any] = self._read()
+        self.evaluations: list[Evaluation] = []
+
+    def run(self) -> Tuned:
+        """Searches, and returns what was found."""
+        s = self.settings
+        self._total = (1 + EXPECTED) * s.seeds * s.steps
+        reference = self._losses(self.base, range(SEED, SEED + s.seeds), "the base")
+        self.delta = self._delta(reference)
+        rows, kept = self._options(self._study())
+        self.modules = rows
+        self.base_cost = sum(options[0].cost for options in self.modules.values())
+        found = search(self.modules, self._meets, s.policies)
+        policy, wanted = changed(self.base, list(self.modules), found.assignment)
+        return Tuned(
+            s, self.unit, self.lacking, tuple(reference), self.delta, self.base_cost, rows, kept, found, policy,
+            wanted, self.evaluations, self.target.note,
+        )  # fmt: skip
+
+    def _settle_base(self) -> tuple[Policy, str, str]:
+        """Returns the base, emulated if the device lacks a format; then costs are in bytes."""
+        from halfstep.torch.tuning.trial import lacks
+
+        base = Policy.parse(self.settings.base)
+        asked = [parse_value(role, text) for role in ("compute", "grad") for text in getattr(self.settings, role)]
+        formats = [operand.format for operand in asked if isinstance(operand, Operand)]
+        lacking = lacks([*formats, base.compute.format], self.target.device)
+        if not lacking and not base.emulate:
+            return base, "s", ""
+        why = next(iter(lacking.values()), "the base says `emulate`")
+        return dataclasses.replace(base, emulate=True), "bytes", why
+
+    def _delta(self, reference: Sequence[float]) -> float:
+        if not all(map(math.isfinite, reference)):
+            raise ConfigError(
+                f"`{self.base}` itself diverges: its held-out losses are {[round(x, 4) for x in reference]}",
+                hint="train it first, with a learning rate that it bears, or name another --base",
+            )
+        if self.settings.budget != "same":
+            return float(self.settings.budget)
+        spread = seed_spread(reference)
+        if spread == 0:
+            raise ConfigError(
+                "the seeds make no difference: all runs of the base end at the same held-out loss",
+                hint="a factory must not set the random state; or give the budget as a number, --budget 0.01",
+            )
+        return spread / 2
+
+    # --- what takes time
+
+    def _losses(self, policy: Policy, seeds: Sequence[int], words: str) -> list[float]:
+        known = self.known["losses"].setdefault(str(policy), {})
+        for seed in seeds:
+            before, self._words = self._done, f"{words}, seed {seed}"
+            if str(seed) not in known:
+                loss = self.target.train(policy, seed, self.settings.steps, self._reporter(before))
+                known[str(seed)] = None if loss is None or not math.isfinite(loss) else loss
+                self._write()
+            self._advance(before + self.settings.steps)
+        return [math.inf if known[str(seed)] is None else known[str(seed)] for seed in seeds]
+
+    def _study(self) -> dict[str, Any]:
+        """Returns what the gradient notices of each format in each role of each module, and what layers cost."""
+        if "study" in self.known:
+            return self.known["study"]  # type: ignore[no-any-return]
+        self._words = "the model to study"
+        study = self.target.study(self.base, SEED, self.settings.steps, self._reporter(self._done))
+        layers, kept = [], dict[str, str]()
+        ruled = {name: each.sources["compute"] for name, each in self.base.resolve(study.names).items()}
+        for layer in study.layers:
+            if ruled.get(layer.name) is not None:
+                kept[layer.name] = f"the base has a rule for it, `{ruled[layer.name]}`"
+            elif self.unit == "s" and layer.misfit:
+                kept[layer.name] = layer.misfit
+            else:
+                layers.append(layer)
+        if not layers:
+            raise ConfigError(
+                "there is no matmul to tune" + "".join(f"; `{name}`: {why}" for name, why in [*kept.items()][:1]),
+                hint="name a --base without rules for them",
+            )
+        damages: dict[str, dict[str, dict[str, float]]] = {}
+        roles = [(role, text) for role in ("compute", "grad") for text in getattr(self.settings, role)]
+        self._total += len(layers) * len(roles)
+        for layer in layers:
+            for role, text in roles:
+                self._words = f"{layer.name} with {role} in {text}"
+                policy, _ = changed(self.base, [layer.name], {layer.name: Option(**{role: text})})
+                damages.setdefault(layer.name, {}).setdefault(role, {})[text] = study.lost(policy)
+                self._advance(self._done + 1)
+        costs = {layer.name: self._costs(layer, study) for layer in layers}
+        self.known["study"] = {"damages": damages, "costs": costs, "kept": kept}
+        self._write()
+        return self.known["study"]  # type: ignore[no-any-return]
+
+    def _costs(self, layer: Any, study: Any) -> dict[str, float]:
+        """Returns what each pair of formats costs in a layer, by `compute grad`."""
+        self._words = f"costs of {layer.name}"
+        policies = {}
+        for pair in self._pairs():
+            policies[" ".join(pair)] = changed(self.base, [layer.name], {layer.name: Option(*pair)})[0]
+        if self.unit == "s":
+            from halfstep.torch.tuning.trial import time_options
+
+            key = repr((layer.sizes, layer.rows, layer.bias))
+            if key not in self.known.setdefault("timed", {}):
+                self.known["timed"][key] = time_options(study, layer, policies, compiled=self.target.compiled)
+            return self.known["timed"][key]  # type: ignore[no-any-return]
+        costs = {}
+        for pair in self._pairs():
+            forward, backward = formats_of(self.base, *pair)
+            costs[" ".join(pair)] = layer.num_bytes(forward.format.bits, backward.format.bits)
+        return costs
+
+    def _pairs(self) -> list[tuple[str, str]]:
+        """Returns the options of a module: gradients are narrow only where operands are, or no matmul gains."""
+        computes = self.settings.compute
+        return [("", ""), *((c, g) for c in computes for g in ("", *self.settings.grad))]
+
+    def _options(self, study: dict[str, Any]) -> tuple[dict[str, list[Option]], dict[str, str]]:
+        rows = {}
+        for name, damages in study["damages"].items():
+            costs = study["costs"][name]
+            rows[name] = [
+                Option(
+                    compute,
+                    grad,
+                    (damages["compute"][compute] if compute else 0.0) + (damages["grad"][grad] if grad else 0.0),
+                    costs[f"{compute} {grad}"],
+                )
+                for compute, grad in self._pairs()
+            ]
+        return rows, study["kept"]
+
+    # --- the question that the search asks
+
+    def _meets(self, assignment: Assignment) -> bool:
+        s, (policy, _) = self.settings, changed(self.base, list(self.modules), assignment)
+        words, count = f"{len(assignment)} of {len(self.modules)} modules narrow", s.seeds
+        self._total = max(self._total, self._done + count * s.steps)
+        while True:
+            seeds = range(SEED, SEED + count)
+            reference = self._losses_again(seeds)
+            gaps = [a - b for a, b in zip(self._losses(policy, seeds, words), reference, strict=True)]
+            known = verdict(gaps, self.delta)
+            met = known.kind == "same" if s.budget == "same" else known.interval90[1] <= self.delta
+            more = known.more_seeds
+            if met or known.kind != "cannot tell" or not more or count + more > s.most_seeds:
+                break
+            count += more
+            self._total += 2 * more * s.steps
+        modules = self.modules
+        cost = self.base_cost - sum(modules[name][0].cost - each.cost for name, each in assignment.items())
+        damage = sum(each.damage for each in assignment.values())
+        self.evaluations.append(Evaluation(str(policy), tuple(assignment), cost, damage, tuple(gaps), known, met))
+        return met
+
+    def _losses_again(self, seeds: Sequence[int]) -> list[float]:
+        """Returns the reference's losses; those that are known are no work."""
+        known = self.known["losses"][str(self.base)]
+        missing = [seed for seed in seeds if str(seed) not in known]
+        self._losses(self.base, missing, "the base")
+        return [math.inf if known[str(seed)] is None else known[str(seed)] for seed in seeds]
+
+    # --- the folder, and the bar
+
+    def _read(self) -> dict[str, Any]:
+        path, asked = self.out / KEPT, dataclasses.asdict(self.settings)
+        if not path.exists():
+            make_folder(self.out)
+            return {"settings": json.loads(json.dumps(asked)), "losses": {}}
+        try:
+            known: dict[str, Any] = json.loads(read_bytes(str(path), MOST_KEPT))
+            settings = known["settings"]
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"`{path}` is damaged", hint="name another folder with --out") from None
+        for name, value in json.loads(json.dumps(asked)).items():
+            if settings.get(name) != value and name not in ("policies", "most_seeds", "budget"):
+                raise ConfigError(
+                    f"`{self.out}` holds a search with {name} = {settings.get(name)}, and this one has {value}",
+                    hint="name another folder with --out, or repeat the command that it was made with",
+                )
+        return known
+
+    def _write(self) -> None:
+        self.known["settings"] = dataclasses.asdict(self.settings)
+        write_whole(self.out / KEPT, (json.dumps(self.known, indent=1) + "\n").encode())
+
+    def _reporter(self, before: int) -> Callable[[int], None]:
+        return lambda step: self._advance(before + step)
+
+    def _advance(self, done: int) -> None:
+        self._done = done
+        self._total = max(self._total, done)
+        self._on_progress(done, self._total, self._words)
