@@ -53,6 +53,7 @@ def test_page_of_a_run_that_diverged_or_found_nothing_is_whole(found):
     assert html(replace(found, evaluations=[])).endswith("</html>")
 
 
+@pytest.mark.prove
 def test_a_browser_shows_it_wide_and_on_a_phone_and_runs_nothing_that_a_name_brings(found, tmp_path):
     if PROGRAM is None:
         pytest.skip("no chromium or google-chrome on this machine")
