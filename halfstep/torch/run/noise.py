@@ -28,7 +28,7 @@ from halfstep.core.roles import is_narrow
 _OPERANDS = {
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "linear", "convolution", "_grouped_mm"), (0, 1)),
     **dict.fromkeys(("addmm", "baddbmm", "addmv"), (1, 2)),
-    "convolution_backward": (0, 1, 2),
+    **dict.fromkeys(("convolution_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"), (0, 1, 2)),
 }
 _ATTENTION = "_scaled_dot_product"
 _RANDOM = ("bernoulli", "rand", "normal", "uniform", "exponential", "geometric", "multinomial", "random", "cauchy")

@@ -125,6 +125,20 @@ def test_mouse_and_keys_read_cells_and_choices_change_what_is_shown(browser, tmp
 
 
 @pytest.mark.prove
+@pytest.mark.prove
+def test_the_loss_beside_fp32_is_drawn_and_the_layers_outside_are_named(browser, tmp_path):
+    opened(browser, render(watched_run(100), "x"), tmp_path)
+    width = browser.run("document.querySelector('[data-chart=shadow] .plot canvas').width")
+    assert width > 200
+    rows = browser.run("[...document.querySelectorAll('table')].map(t => t.textContent)")
+    table = next(text for text in rows if "noise does not explain" in text)
+    assert "blocks.0.mlp_norm" in table
+    assert "blocks.0.mlp.up" not in table
+    browser.look(PHONE)
+    assert fits(browser)
+    assert browser.complaints == []
+
+
 def test_the_numbers_of_every_chart_are_one_click_away(browser, tmp_path):
     opened(browser, render(watched_run(), "a run"), tmp_path)
     files = tmp_path / "files"
@@ -203,7 +217,7 @@ def test_a_live_page_keeps_up_without_being_loaded_again_and_says_when_it_ends(b
         assert browser.run("document.querySelector('details').open")
         assert browser.run("document.querySelector('[data-switch=log]').getAttribute('aria-pressed')") == "true"
         assert browser.run("document.querySelector('[data-choice=layer]').value") == "3"
-        assert browser.run("document.querySelectorAll('.plot canvas').length") == 9
+        assert browser.run("document.querySelectorAll('.plot canvas').length") == 10
         assert set(browser.requests) == {server.url}
         with open(folder / "events.jsonl", "a") as record:
             record.write("damage\n" + lines([step(201, 1e9)]))

@@ -1,0 +1,49 @@
+"""Shadows in several processes: nothing that is trained depends on them, and gradients are those of all ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from halfstep.core.errors import HalfstepError
+from halfstep.torch import prepare
+from tests.torch.parallel import jobs
+
+
+def train(shape, shadowed):
+    model = jobs.net()
+    # Shards travel in the format that layers compute in, here bf16, and in fp32 for the comparison.
+    run = prepare(model, "bf16-mixed,emulate=true" if shape is None else "bf16-mixed", clip_norm=1.0)
+    if shape is not None:
+        jobs.shard(model, *shape)
+    wrapped = DistributedDataParallel(model) if dist.is_initialized() and shape is None else model
+    run.attach(jobs.OPTIMIZERS["ours"](model.parameters()))
+    result, refused = None, ""
+    for step in range(2):
+        if shadowed:
+            later = run.shadow(jobs.loss_of(wrapped), jobs.batches(step, 2))
+            result = result or later
+        run.step(jobs.loss_of(wrapped), jobs.batches(step, 2))
+    weights = jobs.whole(model) if shape is not None else run.weights()
+    if shadowed and shape is not None:
+        run.backward(jobs.loss_of(wrapped)(jobs.batches(2, 2)[0]), last=False)
+        try:
+            run.shadow(jobs.loss_of(wrapped), jobs.batches(2, 2))
+        except HalfstepError as error:
+            refused = str(error)
+    return weights, result, refused
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("shape", [None, ()], ids=["replicas", "shards"])
+def test_ranks_compare_the_gradients_of_all_and_train_as_without(ranks, shape):
+    alone = train(None, True)[1]
+    plain, shadowed = (ranks(train, 2, shape, on) for on in (False, True))
+    results = [result for _, result, _ in shadowed]
+    for (weights, *_), (same, result, refused) in zip(plain, shadowed, strict=True):
+        assert all(torch.equal(weights[name], same[name]) for name in weights)
+        assert result.to_event() == results[0].to_event()  # all ranks have the same numbers
+        assert (result.outside, result.loss_outside) == ([], False)
+        assert result.layers.keys() == alone.layers.keys()
+        assert result.reference == pytest.approx(alone.reference, rel=2.0**-18)
+        assert ("FSDP holds gradients" in refused) == (shape is not None)
