@@ -173,11 +173,13 @@ SMALL = ["model.vocabulary=256", "model.context=16", "model.layers=2", "model.wi
 
 
 @pytest.mark.parametrize("ema", [0.0, 0.5])
-@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed,param=fp32:split"])
-def test_golf_ends_with_an_artifact_that_was_loaded_and_scored(tmp_path, policy, ema):
+@pytest.mark.parametrize(
+    ("policy", "backend"), [("fp32", "torch"), ("bf16-mixed,param=fp32:split", "torch"), ("fp32", "mlx")]
+)
+def test_golf_ends_with_an_artifact_that_was_loaded_and_scored(tmp_path, policy, backend, ema):
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"line {i} of {i * i}" for i in range(400)))
-    given = [*SMALL, f"data.source={text}", f"training.ema={ema}", "artifact.limit=1000"]
+    given = [*SMALL, f"data.source={text}", f"training.ema={ema}", "artifact.limit=1000", f"backend={backend}"]
     loop = Loop(load("golf", given), Policy.parse(policy), tmp_path / "run", device="cpu")
     held = loop.run().held_out
     saved = loop.session.state()
