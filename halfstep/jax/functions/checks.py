@@ -64,7 +64,9 @@ def check_function(jaxpr: Any, applied: Applied) -> None:
                 check_function(inner, applied)
 
 
-def check_operand(eqn: Any, aval: Any, wanted: DType, *, ruled: bool, names: Sequence[str] = ()) -> None:
+def check_operand(
+    eqn: Any, aval: Any, wanted: DType, *, ruled: bool, names: Sequence[str] = (), asked: Any = None
+) -> None:
     """Refuses a matmul operand that is not in the compute dtype; `ruled`: a rule may have widened it."""
     if aval.dtype == wanted or not jnp.issubdtype(aval.dtype, jnp.floating):
         return
@@ -74,6 +76,8 @@ def check_operand(eqn: Any, aval: Any, wanted: DType, *, ruled: bool, names: Seq
     layer = f"`{owner(names[0])}: compute=fp32`" if names else "`compute=fp32` for its layer"
     wider = aval.dtype.itemsize > wanted.itemsize
     cause = "an fp32 value promoted it: cast it, make scalars Python numbers" if wider else "drop the cast"
+    if asked is not None:
+        cause = f"it was converted to {aval.dtype} at {line_of(asked)}: drop that"
     raise PolicyError(
         f"`{eqn.primitive.name}` multiplies {aval.dtype}{list(aval.shape)}{by} at {line_of(eqn)}, but the policy "
         f"computes in {wanted}",

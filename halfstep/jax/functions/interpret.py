@@ -30,13 +30,14 @@ from jax.extend.core import Literal, Var
 
 from halfstep.config.model import owner as module_of
 from halfstep.core.errors import FormatError, PolicyError
-from halfstep.core.formats import TF32
+from halfstep.core.formats import FP32, TF32
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision
 from halfstep.core.refusal import check_reach
 from halfstep.jax.apply import Applied, Leaves
 from halfstep.jax.dtypes import DType, dtype_of, format_of
 from halfstep.jax.functions import checks
+from halfstep.jax.functions.islands import Island, remember
 from halfstep.jax.functions.lazy import (
     Owner,
     Value,
@@ -44,8 +45,10 @@ from halfstep.jax.functions.lazy import (
     custom_jvp,
     find_narrowed,
     merged,
+    moved,
     place_of,
     shared_owner,
+    wide_jvp,
     wide_owner,
 )
 from halfstep.jax.functions.primitives import (
@@ -53,6 +56,7 @@ from halfstep.jax.functions.primitives import (
     BROADCASTING,
     COMPARISON,
     INLINED,
+    ISLANDS,
     LAYOUT,
     NAMED,
     PASSED,
@@ -62,11 +66,13 @@ from halfstep.jax.functions.primitives import (
     bind,
     bind_wide,
     convolve,
+    is_conversion,
     is_float,
     is_floating,
     multiplies,
     parts_of_scan,
 )
+from halfstep.jax.functions.promoted import find_promoted, is_asked
 from halfstep.jax.layers import admit, dot_general, enter, owned, rounded
 from halfstep.jax.lowering import casts_of
 
@@ -94,15 +100,21 @@ def cast_inside(
     batch, *others = rest
     traced = jax.tree.map(interpreter.seen, batch) if cast_batch else batch
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(leaves.rebuilt(seen), traced, *others)
+    interpreter.promoted = find_promoted(closed.jaxpr, appears(interpreter.base), len(leaves.values))
     given = [
-        Value(owned(masters[name], owners[name].casts), owners[name]) if name in masters else Value(leaf)
+        Value(owned(masters[name], owners[name].casts), owners[name]) if name in masters else Value(leaf, free=True)
         for name, leaf in leaves.values.items()
     ]
     batch = jax.tree.map(interpreter.entering, batch) if cast_batch else batch
-    given += [Value(interpreter.carrier(leaf)) for leaf in jax.tree.leaves((batch, others))]
-    out = interpreter.run(closed.jaxpr, closed.consts, given)
+    given += [
+        Value(interpreter.carrier(leaf), free=not is_floating(leaf)) for leaf in jax.tree.leaves((batch, others))
+    ]
+    out, wide_loss = interpreter.run(closed.jaxpr, closed.consts, given)
     check_reach(policy, {"operand": {module_of(name) for name in interpreter.multiplied}})
-    return jax.tree.unflatten(jax.tree.structure(shape), out), shape
+    structure = jax.tree.structure(shape)
+    if wide_loss:
+        shape = jax.tree.unflatten(structure, [_like(out[0], _FLOAT32), *jax.tree.leaves(shape)[1:]])
+    return jax.tree.unflatten(structure, out), shape
 
 
 def checked(
@@ -125,13 +137,22 @@ class Interpreter:
         self.policy = policy
         self.base = base_precision(policy)
         self.multiplied: set[str] = set()
+        self.promoted: frozenset[Var] = frozenset()
+        self.island = Island(self._widened)
         # "fp32" is fp32; tf32 runs only if asked for.
         tf32 = self.base.compute == TF32
         self.pinned = lax.DotAlgorithmPreset.TF32_TF32_F32 if tf32 else (lax.Precision.HIGHEST,) * 2
 
-    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value]) -> list[Any]:
-        """Returns the results of a jaxpr as arrays, with masters cast."""
-        return self._arrays(jaxpr.outvars, self._evaluate(jaxpr, consts, args))
+    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value]) -> tuple[list[Any], bool]:
+        """Returns the results of a jaxpr as arrays, with masters cast; and whether a narrow loss came out wide."""
+        values = self._evaluate(jaxpr, consts, args)
+        out = self._arrays(jaxpr.outvars, values)
+        first = jaxpr.outvars[0].aval if jaxpr.outvars else None
+        narrow = first is not None and first.shape == () and is_float(jaxpr.outvars[0]) and first.dtype != _FLOAT32
+        if narrow and self.policy.loss == FP32:
+            out[0] = self.island.loss(values[0])
+            return out, True
+        return out, False
 
     def seen(self, leaf: Any) -> Any:
         """Returns a leaf of a batch as the function sees it: in the compute dtype if floating, else unchanged."""
@@ -151,10 +172,14 @@ class Interpreter:
         env: dict[Var, Value] = {}
 
         def read(atom: Any) -> Value:
-            return Value(self.carrier(atom.val), fixed=True) if isinstance(atom, Literal) else env[atom]
+            if isinstance(atom, Literal):
+                return Value(self.carrier(atom.val), fixed=True, free=True)
+            return env[atom]
 
         # A traced constant was closed over, and may depend on the batch.
-        held = [Value(self.carrier(const), fixed=not isinstance(const, jax.core.Tracer)) for const in consts]
+        held = [
+            Value(self.carrier(const), fixed=not isinstance(const, jax.core.Tracer), free=True) for const in consts
+        ]
         env.update(zip(jaxpr.constvars, held, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
         for eqn in jaxpr.eqns:
@@ -176,7 +201,11 @@ class Interpreter:
         if name in PASSED:
             out = eqn.primitive.bind(*(value.array for value in values), **eqn.params)
             return [replace(value, array=array) for value, array in zip(values, out, strict=True)]
-        return self._on_masters(jaxpr, eqn, values) or self._on_arrays(jaxpr, eqn, values)
+        return (
+            self._on_masters(jaxpr, eqn, values)
+            or self._in_island(jaxpr, eqn, values)
+            or self._on_arrays(jaxpr, eqn, values)
+        )
 
     def _on_masters(self, jaxpr: Any, eqn: Any, values: list[Value]) -> list[Value] | None:
         """Runs the equation in fp32 on the masters, if it takes only masters and constants."""
@@ -193,34 +222,102 @@ class Interpreter:
             return None
         fixed = not shared.looked_up and all(value.fixed or value.owner is not None for value in values)
         return [
-            Value(array, shared) if is_float(var) else Value(array, fixed=fixed)
+            Value(array, shared, narrow=shared.looked_up and var in self.promoted)
+            if is_float(var)
+            else Value(array, fixed=fixed)
             for array, var in zip(out, eqn.outvars, strict=True)
         ]
 
+    def _in_island(self, jaxpr: Any, eqn: Any, values: list[Value]) -> list[Value] | None:
+        """Runs the equation in fp32, and leaves the result uncast, if it is part of an island."""
+        name = eqn.primitive.name
+        if name.startswith("custom_jvp_call") and self._is_island(eqn):
+            return wide_jvp(self._evaluate, jaxpr, eqn, [self.island.widened(value) for value in values])
+        if name in ISLANDS and self._begins(eqn, values[0]):
+            operand, kind = self.island.begun(name, values[0])
+            inputs = [operand]
+        elif (found := self.island.continued(eqn, values)) is not None:
+            inputs, kind = found
+        else:
+            return None
+        array = inputs[0] if is_conversion(eqn) else bind_wide(eqn, inputs)[0]
+        ruled, fixed, free = self._properties(values)
+        return [Value(array, ruled=ruled, fixed=fixed, free=free, kind=kind)]
+
+    def _begins(self, eqn: Any, value: Value) -> bool:
+        (operand,), (out,) = eqn.invars, eqn.outvars
+        if not operand.aval.shape or not is_float(operand):
+            return False
+        if getattr(self.policy, ISLANDS[eqn.primitive.name]) != FP32:
+            return False
+        return value.narrow or bool(value.kind) or operand.aval.dtype.itemsize < 4 or out in self.promoted
+
+    def _is_island(self, eqn: Any) -> bool:
+        try:
+            checks.check_island(eqn, self.policy)
+        except PolicyError:
+            return True
+        return False
+
+    def _properties(self, values: Sequence[Value]) -> tuple[bool, bool, bool]:
+        ruled, fixed = any(self._is_ruled(value) for value in values), all(value.fixed for value in values)
+        return ruled, fixed, all(value.free or value.fixed for value in values)
+
     def _on_arrays(self, jaxpr: Any, eqn: Any, values: list[Value]) -> list[Value]:
         name, narrowed = eqn.primitive.name, None
+        ruled, fixed, free = self._properties(values)
         if name in PRODUCT or name == "gather":
             for value in values:
                 check_narrowed(eqn, value.narrowed)
-        if name == "dot_general":
-            out = [self._dot(eqn, values)]
-        elif name == "conv_general_dilated":
-            out = [self._conv(eqn, values)]
-        else:
-            out = self._bound(jaxpr, eqn, values)
-            if name not in NAMED:
-                # What an index of the batch moves stays what it was.
-                of = [v for a, v in zip(eqn.invars, values, strict=True) if is_float(a) or name not in LAYOUT]
-                narrowed = find_narrowed(of, place_of(eqn))
-        ruled, fixed = any(self._is_ruled(value) for value in values), all(value.fixed for value in values)
-        return [Value(array, ruled=ruled, fixed=fixed, narrowed=narrowed) for array in out]
+        if name in PRODUCT:
+            array, narrow = self._dot(eqn, values) if name == "dot_general" else self._conv(eqn, values)
+            return [Value(array, ruled=ruled, fixed=fixed, free=free, narrow=narrow)]
+        if carried := self._carried_over(eqn, values):
+            return carried
+        out = self._bound(jaxpr, eqn, values)
+        if name not in NAMED:
+            # What an index of the batch moves stays what it was.
+            of = [v for a, v in zip(eqn.invars, values, strict=True) if is_float(a) or name not in LAYOUT]
+            narrowed = find_narrowed(of, place_of(eqn))
+        made, asked = remember(eqn, values), self._asked(eqn, values)
+        stays = free or ruled or asked is not None
+        results = []
+        for array, var in zip(out, eqn.outvars, strict=True):
+            narrow = var in self.promoted and not stays
+            array = self._in_compute(array, eqn, values) if narrow else array
+            results.append(Value(array, None, ruled, fixed, narrowed, free, "", narrow, asked, made))
+        return results
 
-    def _dot(self, eqn: Any, values: list[Value]) -> Array:
+    def _carried_over(self, eqn: Any, values: list[Value]) -> list[Value] | None:
+        """Moves arrays in the compute format as they are, though their variables are fp32."""
+        floats = [value for atom, value in zip(eqn.invars, values, strict=True) if is_float(atom)]
+        plain = eqn.primitive.name in LAYOUT and all(value.narrow and value.owner is None for value in floats)
+        if not plain or not floats:
+            return None
+        out = eqn.primitive.bind(*(value.array for value in values), **eqn.params)
+        out, made = (out if eqn.primitive.multiple_results else [out]), remember(eqn, values)
+        return [replace(floats[0], array=array, made=made) for array in out]
+
+    def _asked(self, eqn: Any, values: list[Value]) -> Any:
+        """Returns the conversion that made a result fp32, if the function asked for it."""
+        if is_conversion(eqn) and eqn.invars[0].aval.dtype.itemsize < eqn.outvars[0].aval.dtype.itemsize:
+            return eqn if is_asked(eqn) else None
+        if any(value.narrow or value.kind for value in values):
+            return None
+        return next((value.asked for value in values if value.asked is not None), None)
+
+    def _in_compute(self, array: Any, eqn: Any, values: Sequence[Value]) -> Any:
+        """Casts a promoted result to compute. What a mask selects or adds stays finite, as in a batch."""
+        casts = casts_of(self.base)
+        if eqn.primitive.name in ("select_n", "add") and any(value.free for value in values):
+            return admit(array, casts)
+        return enter(array, casts)
+
+    def _dot(self, eqn: Any, values: list[Value]) -> tuple[Array, bool]:
+        """Multiplies; returns the product, and whether it is in compute though its variable is fp32."""
         avals = [atom.aval for atom in eqn.invars]
         side = _side_of_weight(values)
         if side is None:
-            for value, aval in zip(values, avals, strict=True):
-                checks.check_operand(eqn, aval, appears(self.base), ruled=self._is_ruled(value))
             return self._product(eqn, values)
         owner, x, seen = values[side].owner, values[1 - side], avals[1 - side]
         assert owner is not None
@@ -235,36 +332,54 @@ class Interpreter:
         dims = eqn.params["dimension_numbers"]
         rows, matrix, dims = as_matmul(self._array(x, seen), values[side].array, dims, side)
         y = dot_general(rows, matrix, dims, casts_of(precision), weight_first=side == 0)
-        y = y.reshape(eqn.outvars[0].aval.shape)
-        return y if self.emulate else y.astype(out)
+        return self._leaving(eqn, y.reshape(eqn.outvars[0].aval.shape), values, appears(precision))
 
-    def _conv(self, eqn: Any, values: list[Value]) -> Array:
+    def _conv(self, eqn: Any, values: list[Value]) -> tuple[Array, bool]:
         (x, weight), (seen, _) = values, [atom.aval for atom in eqn.invars]
         if x.owner is not None and not _looked_up(x):
             checks.check_product(eqn, x.owner.names, x.owner.casts.precision)
         if weight.owner is None:
-            checks.check_operand(eqn, seen, appears(self.base), ruled=self._is_ruled(x))
             return self._product(eqn, values)
         casts = weight.owner.casts
         self._check_entering(eqn, x, seen, weight.owner)
         checks.check_convolution(eqn, weight.owner.names, casts.precision)
         self.multiplied.update(weight.owner.names)
         y = convolve(eqn, enter(self._array(x, seen), casts), weight.array, casts)
-        return y if self.emulate else y.astype(eqn.outvars[0].aval.dtype)
+        return self._leaving(eqn, y, values, appears(casts.precision))
+
+    def _leaving(self, eqn: Any, y: Array, values: Sequence[Value], held: DType) -> tuple[Array, bool]:
+        """Returns the result of a layer in the dtype of its variable, or in its own if that was promoted."""
+        out = eqn.outvars[0].aval.dtype
+        narrow = held.itemsize < out.itemsize and not any(self._is_ruled(value) for value in values)
+        return (y if self.emulate or narrow else y.astype(out)), narrow
 
     def _check_entering(self, eqn: Any, x: Value, seen: Any, layer: Owner) -> None:
         """Refuses an activation that enters a layer neither in the layer's own dtype nor in that of the stream."""
-        if seen.dtype != appears(self.base):
-            ruled = self._is_ruled(x)
-            checks.check_operand(eqn, seen, appears(layer.casts.precision), ruled=ruled, names=layer.names)
+        if seen.dtype != appears(self.base) and not _follows(x):
+            ruled, wanted = self._is_ruled(x), appears(layer.casts.precision)
+            checks.check_operand(eqn, seen, wanted, ruled=ruled, names=layer.names, asked=x.asked)
 
-    def _product(self, eqn: Any, values: list[Value]) -> Array:
+    def _product(self, eqn: Any, values: list[Value]) -> tuple[Array, bool]:
+        """Multiplies activations, in compute; tables and positions by each other, as they are."""
+        base, wide = appears(self.base), False
+        if not all(value.free or value.fixed for value in values):
+            for value, aval in zip(values, (atom.aval for atom in eqn.invars), strict=True):
+                if not _follows(value):
+                    checks.check_operand(eqn, aval, base, ruled=self._is_ruled(value), asked=value.asked)
+                wide = wide or (aval.dtype.itemsize > base.itemsize and _follows(value))
         arrays = self._arrays(eqn.invars, values)
+        params = eqn.params
+        if wide and not any(self._is_ruled(value) for value in values):
+            arrays = [enter(array, casts_of(self.base)) for array in arrays]
+            params = {**params, "preferred_element_type": base}
         if all(array.dtype == jnp.float32 for array in arrays):
-            eqn = eqn.replace(params={**eqn.params, "precision": self.pinned})
+            params = {**params, "precision": self.pinned}
+        eqn = eqn.replace(params=params)
         if not self.emulate:
-            return eqn.primitive.bind(*arrays, **eqn.params)
-        return self._on_grid(bind_wide(eqn, arrays)[0], eqn.outvars[0].aval)
+            return eqn.primitive.bind(*arrays, **params), wide
+        if wide:
+            return rounded(bind_wide(eqn, arrays)[0], casts_of(self.base)), wide
+        return self._on_grid(bind_wide(eqn, arrays)[0], eqn.outvars[0].aval), wide
 
     def _bound(self, jaxpr: Any, eqn: Any, values: list[Value]) -> list[Any]:
         """Runs the operation as it stands, with masters cast; emulated, rounds its results."""
@@ -302,18 +417,21 @@ class Interpreter:
         ruled = any(self._is_ruled(value) for value in values)
         values = [replace(value, ruled=ruled) for value in values]
         consts, xs = values[:first], values[last:]
-        carry = self._arrays(eqn.invars[first:last], values[first:last])
+        held = [not fixed and not ruled and var in self.promoted for var in closed.jaxpr.invars[first:last]]
+        carry = self._carried(eqn.invars[first:last], values[first:last], held)
         kept: list[Value] = []
 
         def body(carry: list[Any], parts: list[Any]) -> tuple[list[Any], list[Any]]:
             states = [
-                Value(array, ruled=ruled, fixed=fixed, narrowed=each)
-                for array, each in zip(carry, narrowed, strict=True)
+                Value(array, ruled=ruled, fixed=fixed, narrowed=each, narrow=narrow)
+                for array, each, narrow in zip(carry, narrowed, held, strict=True)
             ]
-            rows = [replace(value, array=part) for value, part in zip(xs, parts, strict=True)]
-            out = self._evaluate(closed.jaxpr, closed.consts, [*consts, *states, *rows])
-            kept[:] = [replace(value, array=None) for value in out]
-            return self._arrays(closed.jaxpr.outvars[:count], out[:count]), [value.array for value in out[count:]]
+            given = [*(moved(value, value.array) for value in consts), *states]
+            given += [moved(value, part) for value, part in zip(xs, parts, strict=True)]
+            out = self._evaluate(closed.jaxpr, closed.consts, given)
+            kept[:] = [moved(value, None) for value in out]
+            ends = self._carried(closed.jaxpr.outvars[:count], out[:count], held)
+            return ends, [value.array for value in out[count:]]
 
         ends, ys = lax.scan(
             body,
@@ -324,8 +442,8 @@ class Interpreter:
             unroll=params["unroll"],
         )
         states = [
-            Value(array, ruled=ruled, fixed=fixed, narrowed=find_narrowed([value], by))
-            for value, array in zip(kept[:count], ends, strict=True)
+            Value(array, ruled=ruled, fixed=fixed, narrowed=find_narrowed([value], by), narrow=narrow)
+            for value, array, narrow in zip(kept[:count], ends, held, strict=True)
         ]
         return states + [replace(value, array=y, ruled=ruled) for value, y in zip(kept[count:], ys, strict=True)]
 
@@ -336,13 +454,16 @@ class Interpreter:
         branches = [self._enclosed(branch.jaxpr, branch.consts, operands) for branch in eqn.params["branches"]]
         for fn, _ in branches:
             jax.eval_shape(fn, *arrays)
-        joined = [self._joined(eqn, index, each) for each in zip(*(kept for _, kept in branches), strict=True)]
+        each = zip(*(kept for _, kept in branches), strict=True)
+        joined = [self._joined(eqn, index, var, of) for var, of in zip(eqn.outvars, each, strict=True)]
 
         def as_joined(fn: Callable[..., list[Any]], kept: list[Value]) -> Callable[..., list[Any]]:
             def run(*arrays: Any) -> list[Any]:
                 out = [replace(value, array=array) for array, value in zip(fn(*arrays), kept, strict=True)]
                 return [
-                    jnp.asarray(own.array, jnp.float32) if value.owner is not None else self._array(own, var.aval)
+                    jnp.asarray(own.array, jnp.float32)
+                    if value.owner is not None
+                    else self._carried([var], [own], [value.narrow])[0]
                     for own, value, var in zip(out, joined, eqn.outvars, strict=True)
                 ]
 
@@ -351,13 +472,16 @@ class Interpreter:
         out = lax.switch(index.array, [as_joined(fn, kept) for fn, kept in branches], *arrays)
         return [replace(value, array=array) for value, array in zip(joined, out, strict=True)]
 
-    def _joined(self, eqn: Any, index: Value, branches: Sequence[Value]) -> Value:
+    def _joined(self, eqn: Any, index: Value, var: Any, branches: Sequence[Value]) -> Value:
+        ruled, fixed, free = self._properties(branches)
         return Value(
             None,
             owner := merged(branches),
-            ruled=any(self._is_ruled(value) for value in branches),
-            fixed=index.fixed and all(value.fixed for value in branches),
+            ruled=ruled,
+            fixed=index.fixed and fixed,
             narrowed=None if owner is not None else find_narrowed(branches, place_of(eqn)),
+            free=free and index.free,
+            narrow=owner is None and var in self.promoted and not ruled and not free,
         )
 
     def _remat(self, eqn: Any, values: list[Value]) -> list[Value]:
@@ -373,9 +497,9 @@ class Interpreter:
         kept: list[Value] = []
 
         def fn(*arrays: Any) -> list[Any]:
-            args = [replace(value, array=array) for value, array in zip(values, arrays, strict=True)]
+            args = [moved(value, array) for value, array in zip(values, arrays, strict=True)]
             out = self._evaluate(jaxpr, consts, args)
-            kept[:] = [replace(value, array=None) for value in out]
+            kept[:] = [moved(value, None) for value in out]
             return [value.array for value in out]
 
         return fn, kept
@@ -391,10 +515,25 @@ class Interpreter:
         return [self._array(value, atom.aval) for value, atom in zip(values, atoms, strict=True)]
 
     def _array(self, value: Value, aval: Any) -> Any:
-        """Returns what the operation gets: a master is cast to the dtype it appears in."""
-        if value.owner is None:
-            return value.array
-        return self._on_grid(value.array, aval) if self.emulate else value.array.astype(aval.dtype)
+        """Returns what the operation gets: masters, and what islands return, are cast to the dtype they appear in."""
+        array = value.array
+        if value.owner is not None and value.narrow:
+            array = enter(array, value.owner.casts)
+        if value.owner is None and not value.kind and not value.narrow:
+            return array
+        return self._on_grid(array, aval) if self.emulate else array.astype(aval.dtype)
+
+    def _carried(self, atoms: Sequence[Any], values: Sequence[Value], narrow: Sequence[bool]) -> list[Any]:
+        """Returns what crosses into a loop or out of a branch: in compute where the variable was promoted."""
+        arrays = zip(self._arrays(atoms, values), narrow, strict=True)
+        return [enter(array, casts_of(self.base)) if each else array for array, each in arrays]
+
+    def _widened(self, value: Value) -> Any:
+        """Returns a value in fp32: masters and what islands hold are so already."""
+        array = value.array
+        if value.owner is not None and value.narrow:
+            array = enter(array, value.owner.casts)
+        return jnp.asarray(array, jnp.float32)
 
     def _on_grid(self, x: Array, aval: Any) -> Array:
         """Rounds a carried array to the dtype it stands for, value and gradient; returns any other unchanged."""
@@ -424,6 +563,11 @@ def _side_of_weight(values: Sequence[Value]) -> int | None:
     if len(parameters) == 2:
         parameters = [side for side in parameters if not _looked_up(values[side])]
     return parameters[0] if parameters else None
+
+
+def _follows(value: Value) -> bool:
+    """Returns whether a value that appears in fp32 is cast to compute where it is multiplied."""
+    return value.narrow or bool(value.kind) or value.free or value.fixed
 
 
 def _looked_up(value: Value) -> bool:

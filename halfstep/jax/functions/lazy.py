@@ -12,7 +12,7 @@ multiplied or looked up as a weight, and the policy asks for what it then cannot
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -61,6 +61,25 @@ class Value:
     ruled: bool = False  # it may be wider than the compute of the whole model, by a rule
     fixed: bool = False  # computed from constants alone, or by comparing parameters with them
     narrowed: Narrowed | None = None  # of parameters and constants alone, and not a master
+    free: bool = False  # there are neither parameters in it nor floats of the batch: tables, masks, positions
+    kind: str = ""  # the array is fp32, not yet cast, and this part of an island (islands.py)
+    narrow: bool = False  # the variable is fp32, promoted, and the array is in the compute format (promoted.py)
+    asked: Any = None  # the conversion, written down in the function, that made it fp32
+    made: "Made | None" = None
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """How a value came about: the equation, its inputs, and whether there are sums in it."""
+
+    eqn: Any
+    values: tuple[Value, ...]
+    sums: bool
+
+
+def moved(value: Value, array: Any) -> Value:
+    """Returns the same value for another function, of a loop or a branch: how it came about is not seen there."""
+    return replace(value, array=array, made=None)
 
 
 def merged(values: Sequence[Value]) -> Owner | None:
@@ -180,3 +199,30 @@ def custom_jvp(
     fn = jax.custom_jvp(primal)
     fn.defjvp(rule)
     return [Value(array, owner) for array in fn(*masters)]
+
+
+def wide_jvp(
+    evaluate: Callable[[Any, Sequence[Any], Sequence[Value]], list[Value]],
+    jaxpr: Any,
+    eqn: Any,
+    arrays: Sequence[Any],
+) -> list[Value]:
+    """Runs a function with its own derivative rule, and the rule, as an island: all of it in fp32."""
+    closed = eqn.params["call_jaxpr"]
+    like = tuple(jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars)
+
+    def run(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+        out = evaluate(jaxpr, consts, [Value(array, kind="loss") for array in given])
+        return [jnp.asarray(value.array, jnp.float32) for value in out]
+
+    def primal(*arrays: Any) -> list[Any]:
+        return run(closed.jaxpr, closed.consts, arrays)
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        traced = jax.make_jaxpr(lambda xs, ts: jax.jvp(lambda *xs: bind(jaxpr, eqn, xs), xs, ts))(like, like)
+        out = run(traced.jaxpr, traced.consts, (*primals, *tangents))
+        return out[: len(eqn.outvars)], out[len(eqn.outvars) :]
+
+    fn = jax.custom_jvp(primal)
+    fn.defjvp(rule)
+    return [Value(array, kind="loss") for array in fn(*arrays)]

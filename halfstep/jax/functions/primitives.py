@@ -25,38 +25,38 @@ from halfstep.jax.lowering import Casts
 _OURS = Path(__file__).parents[1]  # halfstep/jax
 
 
-def _words(*lines: str) -> frozenset[str]:
+def words(*lines: str) -> frozenset[str]:
     return frozenset(" ".join(lines).split())
 
 
-LAYOUT = _words(
+LAYOUT = words(
     "transpose reshape broadcast_in_dim squeeze expand_dims slice dynamic_slice gather rev copy concatenate split",
     "pad stop_gradient sharding_constraint reshard scatter dynamic_update_slice tile stack",
 )
 """Primitives that move values without changing them."""
 
-ARITHMETIC = _words(
+ARITHMETIC = words(
     "add sub mul div neg abs sign max min integer_pow pow square sqrt rsqrt cbrt exp exp2 expm1 log log1p tanh",
     "logistic erf erfc erf_inv sin cos tan atan2 rem floor ceil round clamp select_n",
     "asin acos atan sinh cosh asinh acosh atanh scatter-add scatter-sub scatter-mul scatter-min scatter-max",
     "reduce_sum reduce_max reduce_min reduce_prod cumsum cumprod cummax cummin cumlogsumexp",
 )
-BROADCASTING = _words("add sub mul div max min pow atan2 rem clamp select_n")
+BROADCASTING = words("add sub mul div max min pow atan2 rem clamp select_n")
 """Arithmetic that stretches axes of size 1, and scalars."""
 
-COMPARISON = _words("eq ne lt le gt ge is_finite argmax argmin")
-PRODUCT = _words("dot_general conv_general_dilated")
+COMPARISON = words("eq ne lt le gt ge is_finite argmax argmin")
+PRODUCT = words("dot_general conv_general_dilated")
 ISLANDS = {"exp": "softmax", "exp2": "softmax", "rsqrt": "norm", "sqrt": "norm", "log": "loss"}
 """The role that a primitive indicates."""
 
-PASSED = _words("optimization_barrier device_put")
+PASSED = words("optimization_barrier device_put")
 """Primitives that return each array unchanged."""
 
-NAMED = _words("name")
+NAMED = words("name")
 """checkpoint_name, which marks an activation."""
 
-INLINED = _words("jit pjit closed_call core_call")
-REMAT = _words("remat2 remat checkpoint")
+INLINED = words("jit pjit closed_call core_call")
+REMAT = words("remat2 remat checkpoint")
 
 
 def line_of(eqn: Any) -> str:

@@ -1,0 +1,171 @@
+"""Softmax, norms and losses in a function's own code, found by how values come about, and run in fp32.
+
+A jaxpr has no softmax, only exp, sums and divisions; and in bf16 each of them rounds. So an `exp`, `rsqrt`, `sqrt`
+or `log` of a narrow array begins an island, whatever surrounds it:
+
+    backward    what led to it is computed again in fp32, from the island's input: `x - max` before exp; sums,
+                squares and the distance from a mean before rsqrt and sqrt. The narrow results are then unused
+    forward     results stay fp32, not yet cast, for as long as they are the island's own (table below); they are
+                cast where anything else reads them. Conversions inside are dropped
+
+    kind        what it is                             what it stays in, and becomes
+    exp         exp(x - max), exp(x)                   masks, constants; its sum is `sum`; exp / sum is `out`
+    sum         the sum of those                       constants, 1 / sum; its logarithm is `loss`
+    out         softmax                                log(softmax) is `loss`
+    stat        rsqrt(mean(x^2) + eps), a deviation    constants, parameters; x * stat is `normed`
+    normed      a normalized array                     constants and parameters: its gain and its bias
+    loss        a logarithm                            all arithmetic and sums: a loss is fp32 inside and out
+
+An input is widened once, so that the gradients of an island are summed in fp32 and narrowed on the way out.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax import Array
+
+from halfstep.jax.functions.lazy import Made, Value
+from halfstep.jax.functions.primitives import LAYOUT, bind_wide, is_conversion, is_float, words
+
+_BEGINS = {"exp": "exp", "exp2": "exp", "rsqrt": "stat", "sqrt": "stat", "log": "loss"}
+_SCALED = words("mul div add max min neg select_n")
+_STATISTIC = words("add sub mul div max min neg abs square integer_pow select_n")
+_POINTWISE = words("add sub mul div max min neg abs square integer_pow pow sqrt rsqrt select_n clamp")
+_OF_LOSS = _POINTWISE | words("exp exp2 log log1p expm1 logistic tanh reduce_sum reduce_max reduce_min cumsum")
+
+
+def remember(eqn: Any, values: Sequence[Value]) -> Made | None:
+    """Returns how the result of an operation came about, as far as an island could compute it again."""
+    if len(eqn.outvars) != 1 or not is_float(eqn.outvars[0]):
+        return None
+    name = eqn.primitive.name
+    if not (name in _OF_LOSS or name in LAYOUT or is_conversion(eqn)):
+        return None
+    through = name in _STATISTIC or name in LAYOUT or is_conversion(eqn)
+    sums = name == "reduce_sum" or (through and any(_sums(value) for value in values))
+    return Made(eqn, tuple(values), sums)
+
+
+class Island:
+    """Computes the inside of islands in fp32; within one function, as it keeps what it computed."""
+
+    def __init__(self, widen: Callable[[Value], Array]):
+        self._as_fp32 = widen
+        self._kept: dict[tuple[str, int], tuple[Value, Array]] = {}
+
+    def begun(self, name: str, value: Value) -> tuple[Array, str]:
+        """Returns the operand of the operation that begins an island, and the kind of its result."""
+        kind = _BEGINS[name]
+        return (self._statistic if kind == "stat" else self._shifted)(value), kind
+
+    def continued(self, eqn: Any, values: Sequence[Value]) -> tuple[list[Any], str] | None:
+        """Returns the inputs of an operation inside an island, and the kind of its result; None outside."""
+        name = eqn.primitive.name
+        floats = [value for atom, value in zip(eqn.invars, values, strict=True) if is_float(atom)]
+        kinds = {value.kind for value in floats if value.kind}
+        if not kinds or len(eqn.outvars) != 1 or not is_float(eqn.outvars[0]):
+            return None
+        settled = all(value.kind or value.free or value.owner is not None for value in floats)
+        kind = _kind_of(eqn, kinds, settled)
+        if not kind:
+            return None
+        pull = self._centered if kind == "normed" else self._shifted
+        pairs = zip(eqn.invars, values, strict=True)
+        return [pull(value) if is_float(atom) else value.array for atom, value in pairs], kind
+
+    def widened(self, value: Value) -> Array:
+        """Returns a value in fp32: whole if it is a master or of an island, else what it was rounded to."""
+        return self._once("widened", value, lambda: self._as_fp32(value))
+
+    def loss(self, value: Value) -> Array:
+        """Computes a loss again, from where its arithmetic begins."""
+        if value.kind or value.made is None:
+            return self.widened(value)
+        return self._again("loss", value, self.loss)
+
+    def _shifted(self, value: Value) -> Array:
+        """Computes the operand of exp again: x - max, scaled or masked."""
+        if value.kind or value.made is None:
+            return self.widened(value)
+        name, values = value.made.eqn.primitive.name, value.made.values
+        if name == "sub":
+            return self._again("shifted", value, self.widened)
+        scaled = name in _SCALED and _of_one(value.made)
+        if scaled or (name in LAYOUT and len(values) == 1):
+            return self._again("shifted", value, self._shifted)
+        return self.widened(value)
+
+    def _statistic(self, value: Value) -> Array:
+        """Computes the operand of rsqrt or sqrt again, if it comes from sums."""
+        if value.made is None or not _sums(value):
+            return self.widened(value)
+        of_sum = value.made.eqn.primitive.name == "reduce_sum"
+        return self._again("statistic", value, self._centered if of_sum else self._statistic)
+
+    def _centered(self, value: Value) -> Array:
+        """Computes what a norm sums or scales again: x, x^2, |x|, of x or of x - mean."""
+        if value.kind or value.made is None:
+            return self.widened(value)
+        eqn, values = value.made.eqn, value.made.values
+        name = eqn.primitive.name
+        same = name == "mul" and values[0] is values[-1]
+        masked = name in ("mul", "select_n") and _of_one(value.made)
+        to_wide = is_conversion(eqn) and eqn.invars[0].aval.dtype.itemsize < eqn.outvars[0].aval.dtype.itemsize
+        moved = name in LAYOUT and len(values) == 1
+        if same or masked or to_wide or moved or name in ("square", "integer_pow", "abs", "neg"):
+            return self._again("centered", value, self._centered)
+        if name == "sub" and any(_sums(each) for each in values):
+            return self._again("centered", value, self._statistic)
+        return self.widened(value)
+
+    def _again(self, form: str, value: Value, pull: Callable[[Value], Array]) -> Array:
+        assert value.made is not None
+        eqn, values = value.made.eqn, value.made.values
+
+        def compute() -> Array:
+            arrays = [pull(v) if is_float(a) else v.array for a, v in zip(eqn.invars, values, strict=True)]
+            return arrays[0] if is_conversion(eqn) else bind_wide(eqn, arrays)[0]
+
+        return self._once(form, value, compute)
+
+    def _once(self, form: str, value: Value, compute: Callable[[], Array]) -> Array:
+        key = (form, id(value))
+        if key not in self._kept:
+            self._kept[key] = (value, compute())  # the value too, or its id could be another's
+        return self._kept[key][1]
+
+
+def _of_one(made: Made) -> bool:
+    """Returns whether all operands but one are constants, masks or tables."""
+    pairs = zip(made.eqn.invars, made.values, strict=True)
+    return sum(is_float(atom) and not value.free for atom, value in pairs) == 1
+
+
+def _sums(value: Value) -> bool:
+    """Returns whether a value comes from sums by arithmetic, as the statistics of a norm do."""
+    return not value.kind and value.made is not None and value.made.sums
+
+
+def _kind_of(eqn: Any, kinds: set[str], settled: bool) -> str:
+    """Returns the kind of a result by those of its operands, empty where an island ends.
+
+    `settled`: all other operands are constants, parameters, or computed from neither activations nor parameters.
+    """
+    name, only = eqn.primitive.name, next(iter(kinds)) if len(kinds) == 1 else ""
+    if name in LAYOUT or is_conversion(eqn):
+        return only if settled else ""
+    if name in ("log", "log1p"):
+        return "loss"
+    if "loss" in kinds:
+        return ("exp" if name in ("exp", "exp2") else "loss") if name in _OF_LOSS else ""
+    if name == "reduce_sum":
+        return {"exp": "sum", "sum": "sum", "stat": "stat"}.get(only, "")
+    if kinds == {"exp", "sum"}:
+        return "out" if name in ("mul", "div") else ""
+    if only == "stat" and not settled:
+        return "normed" if name in ("mul", "div") else ""
+    if kinds == {"normed", "stat"}:
+        return "normed" if name in ("mul", "div") else ""
+    if name not in _POINTWISE or not settled or only == "out":
+        return ""
+    return only
