@@ -79,7 +79,7 @@ class LinenLSTM(linen.Module):
 
 def _linen(model, loss, given):
     def make():
-        params = model.init(jax.random.key(0), given)["params"]
+        params = jax.jit(model.init)(jax.random.key(0), given)["params"]
 
         def loss_fn(params, batch):
             return loss(model.apply({"params": params}, batch if loss is next_token else batch["x"]), batch)
@@ -145,10 +145,10 @@ class NnxLSTM(nnx.Module):
 
 def _nnx(kind, loss):
     def make():
-        graph, params, rest = nnx.split(kind(nnx.Rngs(0)), nnx.Param, ...)
+        graph, params = nnx.split(kind(nnx.Rngs(0)))
 
         def loss_fn(params, batch):
-            model = nnx.merge(graph, params, rest)
+            model = nnx.merge(graph, params)
             return loss(model(batch if loss is next_token else batch["x"]), batch)
 
         return params, loss_fn
@@ -244,7 +244,7 @@ class EquinoxLSTM(eqx.Module):
 
 def _equinox(kind, loss):
     def make():
-        params, static = eqx.partition(kind(jax.random.key(0)), eqx.is_array)
+        params, static = eqx.partition(eqx.filter_jit(kind)(jax.random.key(0)), eqx.is_array)
 
         def loss_fn(params, batch):
             model = eqx.combine(params, static)
