@@ -89,7 +89,7 @@ def check_state(state: Any) -> None:
         )
     if isinstance(state.num_applied, jax.core.Tracer):
         raise HalfstepError(
-            "the step is compiled, and was called inside another jit, scan or eval_shape",
+            "the step is compiled, and was called inside another jit, scan, vmap or eval_shape",
             hint="use step.__wrapped__ there, and compile the outermost with layers.COMPILER_OPTIONS; "
             "step.eval_shape(state, batch) gives shapes",
         )

@@ -22,7 +22,6 @@ import optax  # type: ignore[import-untyped]
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError, warn_caller
 from halfstep.core.formats import FP32, Format
 from halfstep.core.measure import TOKENS, settle
@@ -42,12 +41,15 @@ from halfstep.jax.observe.monitor import SAMPLE, Monitor, first_rows, update_sum
 from halfstep.jax.observe.taps import merged
 from halfstep.jax.parallel import check_mesh, check_placed, everywhere, on_each, place_rows, summed
 from halfstep.jax.run.checks import (
+    Begun,
+    check_alone,
     check_leading,
     check_loss,
     check_micro_batches,
     check_optimizer,
     check_transform,
     measured_choice,
+    unpacked,
 )
 from halfstep.jax.state import Origin, State, check_state
 
@@ -90,6 +92,10 @@ def init(
 ) -> State:
     """Returns the first state. It copies the parameters and may be donated; `names` are modules without any.
 
+    A `TrainState` of Flax is taken as it is, in place of the parameters: its moments and its count of steps come
+    along. Pass its own `tx` as the optimizer. Back: `train.replace(step=state.num_applied, params=state.params,
+    opt_state=state.opt_state)`.
+
     With a `mesh` every device of it gets the whole state, for a step over the same mesh.
 
     The policy `auto` is measured, as for a recipe, with micro-batches of `tokens`; `state.choice` has the answer
@@ -97,10 +103,12 @@ def init(
     """
     check_transform(optimizer)
     check_numbers(seed=seed, tokens=tokens)
+    params, begun = unpacked(params, optimizer)
     policy, choice, note = settle(policy, lambda: measured_choice(params, tokens))
     if mesh is not None:
         check_mesh(mesh)
-    return first_state(params, optimizer, policy, seed=seed, names=names, choice=choice, note=note, mesh=mesh)
+    origin = Origin(choice, (), note)
+    return first_state(params, optimizer, policy, seed=seed, names=names, origin=origin, mesh=mesh, begun=begun)
 
 
 def first_state(
@@ -110,18 +118,19 @@ def first_state(
     *,
     seed: int = 0,
     names: Sequence[str] = (),
-    choice: Choice | None = None,
-    note: str = "",
+    origin: Origin | None = None,
     mesh: Mesh | None = None,
+    begun: Begun | None = None,
 ) -> State:
-    """Returns the first state of a policy that was named or chosen."""
+    """Returns the first state of a policy that was named or chosen; `begun` has moments to go on from."""
     applied = apply(params, policy, names)
     leaves = Leaves(params)
 
     @jax.jit
     def make(trained: dict[str, Array]) -> tuple[dict[str, Array], Any]:
         wide = {name: leaf.astype(jnp.float32) for name, leaf in trained.items()}
-        opt_state = _moments(leaves, optimizer.init(leaves.bare(wide)), applied, _narrowed)
+        moments = optimizer.init(leaves.bare(wide)) if begun is None else begun.opt_state
+        opt_state = _moments(leaves, moments, applied, _narrowed)
         return {name: _held(name, leaf, applied) for name, leaf in wide.items()}, opt_state
 
     held, opt_state = make(leaves.trained)
@@ -130,11 +139,11 @@ def first_state(
         params=leaves.rebuilt(held),
         opt_state=opt_state,
         scale=_scalars(policy.scale.init()),
-        num_applied=jnp.zeros((), jnp.int32),
+        num_applied=jnp.asarray(0 if begun is None else begun.steps, jnp.int32),
         policy=policy,
         seed=seed,
         names=tuple(names),
-        origin=Origin(choice, widened, note),
+        origin=replace(origin or Origin(None, (), ""), widened=widened),
     )
     traced = any(isinstance(x, jax.core.Tracer) for x in held.values())
     return state if traced else _placed(state, leaves, held, mesh)
@@ -198,6 +207,7 @@ def make_step(
     run = update if mesh is None else on_each(update, mesh, micro_batches)
 
     def step(state: State, batch: Any, rng: Any = None) -> tuple[State, StepResult]:
+        check_alone()
         (following, result), (aux, numbers) = run(state, batch, rng)
         if monitor is not None and mesh is not None:
             numbers = merged(numbers)

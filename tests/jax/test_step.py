@@ -1,5 +1,6 @@
 """One update: weights of micro-batches, the order of unscale and clip, skipped steps, the floor, storage."""
 
+import re
 import weakref
 
 import jax
@@ -9,7 +10,7 @@ import optax
 import pytest
 
 from halfstep.core.choice import Choice
-from halfstep.core.errors import HalfstepError, PolicyError
+from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.jax.state import summary
 from halfstep.jax.step import Weighted, init, make_step
@@ -167,14 +168,18 @@ def test_what_is_not_a_loss_is_refused(loss, said):
         make_step(loss, recorder()).eval_shape(init(weights(), recorder(), "fp32"), data(4))
 
 
-def test_a_narrow_loss_needs_a_policy_that_says_so():
+def test_a_loss_is_computed_in_fp32_unless_the_policy_says_otherwise():
     def narrow(params, x):
-        return jnp.square(x @ params["weight"].T).mean()
+        y = x @ params["weight"].T
+        return jnp.square(y).mean(), y
 
     step = make_step(narrow, recorder())
-    with pytest.raises(PolicyError, match="the loss is bfloat16, but the policy says loss=fp32"):
-        step.eval_shape(init(weights(), recorder(), "bf16-mixed"), data(4))
-    step.eval_shape(init(weights(), recorder(), "bf16-mixed,loss=bf16"), data(4))
+    _, result = step(init(weights(), recorder(), "bf16-mixed"), data(4))
+    exact = np.square(np.asarray(result.aux, np.float64)).mean()
+    assert result.aux.dtype == jnp.bfloat16
+    assert abs(float(result.loss) - exact) <= exact * (result.aux.size + 2) * 2.0**-24
+    text = str(jax.make_jaxpr(step.__wrapped__)(init(weights(), recorder(), "bf16-mixed,loss=bf16"), data(4)))
+    assert re.search(r"bf16\[[\d,]+\] = (square|integer_pow)", text)
 
 
 def test_integers_booleans_and_keys_pass_through_untouched():

@@ -1,11 +1,11 @@
 """What a function may do: its jaxpr is compared with the policy, and refused where the policy would not reach it.
 
-A function is opaque, and an island in it is code like any other. Refused when it is traced, with the place:
+What the function computes in a narrow format where the policy says fp32 is computed in fp32 (islands.py), and tables do
+not promote its stream (promoted.py). Refused when it is traced, with the place:
 
-    dot_general, conv_general_dilated    operands in another dtype than compute: an fp32 value promoted the stream
-    exp, exp2                            narrower than `softmax`
-    rsqrt, sqrt (of more than a scalar)  narrower than `norm`
-    log                                  narrower than `loss`
+    dot_general, conv_general_dilated    operands that the function itself converted to another dtype than compute
+    exp, exp2, rsqrt, sqrt, log          narrower than `softmax`, `norm` or `loss`, in what cannot be opened or in a
+                                         function that casts by itself
     a primitive that cannot be opened    where it multiplies a parameter that the policy says more about
 
 tanh, logistic, erf and the like are activations, and run in compute.
@@ -120,11 +120,15 @@ def check_opaque(eqn: Any, aval: Any, names: Sequence[str], precision: Precision
             hint="pass it in fp32, with `.astype(jnp.float32)`: layers of halfstep.jax cast by themselves",
         )
     if multiplies(eqn) and not is_ours(eqn):
+        remedy = "multiply outside of it, write the loop as lax.scan"
+        if name == "shard_map":
+            remedy = (
+                "pass the mesh to `init` and `make_step`, which share the batch, and write the loss for one device"
+            )
         raise PolicyError(
             f"`{names[0]}` enters `{name}` at {line_of(eqn)}, which multiplies and cannot be opened: {lost} "
             "would not reach it",
-            hint="multiply outside of it, write the loop as lax.scan; or build the function from halfstep.jax "
-            "layers and pass cast=False",
+            hint=f"{remedy}; or build the function from halfstep.jax layers and pass cast=False",
         )
 
 

@@ -10,9 +10,11 @@ fp32 master, *not yet cast*, for as long as possible (lazy.py):
     dot_general       layers.dot_general with the precision that rules give the parameter: narrow operands,
                       fp32 layers and fp32 weight gradients reach any function
     conv_general_dilated      the same three products; the weight gradient comes from widened operands
+    exp, rsqrt, log, ...      begin an island: softmax, norm, loss, all in fp32 (islands.py)
     jit, scan, cond, remat    rebuilt around the interpreted body
     custom_jvp_call   of parameters and constants alone, it and its rule run on the master
-    all else          masters are cast, and the operation runs as it stands
+    all else          masters are cast, and the operation runs as it stands; where a table promoted the stream to
+                      fp32, its result is rounded to compute (promoted.py)
 
 **Emulated**, dtypes in the jaxpr say where numbers would be narrow, but none is: fp32 carries an array of a narrow
 dtype, and the result of every operation on such arrays is rounded to it, value and gradient. What cannot be opened
@@ -102,7 +104,9 @@ def cast_inside(
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(leaves.rebuilt(seen), traced, *others)
     interpreter.promoted = find_promoted(closed.jaxpr, appears(interpreter.base), len(leaves.values))
     given = [
-        Value(owned(masters[name], owners[name].casts), owners[name]) if name in masters else Value(leaf, free=True)
+        Value(owned(masters[name], owners[name].casts), owners[name])
+        if name in masters
+        else Value(leaf, free=True)
         for name, leaf in leaves.values.items()
     ]
     batch = jax.tree.map(interpreter.entering, batch) if cast_batch else batch
@@ -147,6 +151,9 @@ class Interpreter:
         """Returns the results of a jaxpr as arrays, with masters cast; and whether a narrow loss came out wide."""
         values = self._evaluate(jaxpr, consts, args)
         out = self._arrays(jaxpr.outvars, values)
+        out[1:] = [
+            v.array if v.narrow and v.owner is None else x for v, x in zip(values[1:], out[1:], strict=True)
+        ]
         first = jaxpr.outvars[0].aval if jaxpr.outvars else None
         narrow = first is not None and first.shape == () and is_float(jaxpr.outvars[0]) and first.dtype != _FLOAT32
         if narrow and self.policy.loss == FP32:
@@ -341,6 +348,8 @@ class Interpreter:
         if weight.owner is None:
             return self._product(eqn, values)
         casts = weight.owner.casts
+        if casts.precision.measured:  # narrow only if that is faster, and no convolution takes narrow operands
+            casts = casts_of(casts.precision.widened())
         self._check_entering(eqn, x, seen, weight.owner)
         checks.check_convolution(eqn, weight.owner.names, casts.precision)
         self.multiplied.update(weight.owner.names)
@@ -383,8 +392,8 @@ class Interpreter:
 
     def _bound(self, jaxpr: Any, eqn: Any, values: list[Value]) -> list[Any]:
         """Runs the operation as it stands, with masters cast; emulated, rounds its results."""
-        checks.check_island(eqn, self.policy)
         self._check_opaque(eqn, values)
+        checks.check_island(eqn, self.policy)
         name = eqn.primitive.name
         if name in BROADCASTING:
             # Broadcast while it is a master: the transpose of a broadcast is a sum over tokens, here in fp32.
@@ -515,7 +524,7 @@ class Interpreter:
         return [self._array(value, atom.aval) for value, atom in zip(values, atoms, strict=True)]
 
     def _array(self, value: Value, aval: Any) -> Any:
-        """Returns what the operation gets: masters, and what islands return, are cast to the dtype they appear in."""
+        """Returns what the operation gets: a master, or what an island returns, in the dtype it appears in."""
         array = value.array
         if value.owner is not None and value.narrow:
             array = enter(array, value.owner.casts)

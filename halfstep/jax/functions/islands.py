@@ -60,7 +60,6 @@ class Island:
 
     def continued(self, eqn: Any, values: Sequence[Value]) -> tuple[list[Any], str] | None:
         """Returns the inputs of an operation inside an island, and the kind of its result; None outside."""
-        name = eqn.primitive.name
         floats = [value for atom, value in zip(eqn.invars, values, strict=True) if is_float(atom)]
         kinds = {value.kind for value in floats if value.kind}
         if not kinds or len(eqn.outvars) != 1 or not is_float(eqn.outvars[0]):

@@ -26,6 +26,7 @@ _OURS = Path(__file__).parents[1]  # halfstep/jax
 
 
 def words(*lines: str) -> frozenset[str]:
+    """Returns the words of some lines."""
     return frozenset(" ".join(lines).split())
 
 

@@ -104,4 +104,3 @@ def is_in(atom: Any, variables: set[Var] | frozenset[Var]) -> bool:
 
 def _is_wide(atom: Any) -> bool:
     return not isinstance(atom, Literal) and is_float(atom) and atom.aval.dtype == _FLOAT32
-

@@ -1,6 +1,6 @@
 """Checks of what users hand to `init` and `make_step`, when the step is built or traced."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +66,32 @@ def check_transform(optimizer: Any) -> None:
             f"the optimizer is a {type(optimizer).__name__}, not an optax transform",
             hint="for example optax.adamw(1e-3)",
         )
+
+
+def check_alone() -> None:
+    """Refuses a step inside shard_map, where each device would have the gradient of its own rows."""
+    axes = getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ())
+    if axes:
+        over = ", ".join(f"`{axis}`" for axis in axes)
+        raise HalfstepError(
+            f"the step is inside shard_map, over {over}: each device would step with the gradient of its own rows",
+            hint="pass the mesh to init and make_step instead: they share the rows, and sum gradients in fp32",
+        )
+
+
+class Begun(NamedTuple):
+    """What a training that goes on here has besides its parameters."""
+
+    opt_state: Any
+    steps: Any
+
+
+def unpacked(params: Any, optimizer: optax.GradientTransformation) -> tuple[Any, Begun | None]:
+    """Returns the parameters, and what else there is if they came in a TrainState of Flax."""
+    if not all(hasattr(params, field) for field in ("apply_fn", "params", "tx", "opt_state", "step")):
+        return params, None
+    check_optimizer(optimizer, Leaves(params.params), params.opt_state)
+    return params.params, Begun(params.opt_state, params.step)
 
 
 def check_micro_batches(count: Any) -> None:

@@ -55,8 +55,7 @@ class LinenTransformer(linen.Module):
     def __call__(self, tokens):
         embed = linen.Embed(VOCABULARY, WIDTH)
         x = embed(tokens) + sinusoidal(TOKENS, WIDTH)
-        for _ in range(2):
-            x = LinenBlock(causal=True, force=self.force)(x)
+        x = LinenBlock(causal=True, force=self.force)(x)
         return embed.attend(linen.LayerNorm()(x))
 
 
@@ -109,7 +108,7 @@ class NnxTransformer(nnx.Module):
     def __init__(self, rngs):
         self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
         self.position = nnx.Embed(TOKENS, WIDTH, rngs=rngs)
-        self.blocks = nnx.List([NnxBlock(rngs, causal=True) for _ in range(2)])
+        self.blocks = nnx.List([NnxBlock(rngs, causal=True)])
         self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
         self.head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
 
@@ -194,7 +193,7 @@ class EquinoxTransformer(eqx.Module):
     head: eqx.nn.Linear
 
     def __init__(self, key):
-        one, two, *rest = jax.random.split(key, 4)
+        one, two, *rest = jax.random.split(key, 3)
         self.embed, self.norm = eqx.nn.Embedding(VOCABULARY, WIDTH, key=one), eqx.nn.RMSNorm(WIDTH)
         self.blocks = [EquinoxBlock(each, causal=True) for each in rest]
         self.head = eqx.nn.Linear(WIDTH, VOCABULARY, key=two)

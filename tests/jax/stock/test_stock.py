@@ -1,0 +1,175 @@
+"""Stock models of Flax linen, Flax nnx and Equinox under every policy: as docs/backends.md lists them."""
+
+from pathlib import Path
+
+import jax
+import jax.extend
+import numpy as np
+import optax
+import pytest
+from flax import linen
+from flax.training.train_state import TrainState
+
+from halfstep.core.errors import HalfstepError
+from halfstep.core.policy import Policy
+from halfstep.jax.apply import Leaves, apply
+from halfstep.jax.functions.interpret import cast_inside
+from halfstep.jax.step import init, make_step
+from tests.jax.stock.models import BATCHES, MODELS
+
+POLICIES = ("bf16-mixed", "fp16-mixed", "fp8-mixed,emulate=true")
+DOCS = Path(__file__).parents[3] / "docs" / "backends.md"
+EVERYWHERE = [
+    pytest.param(
+        model, policy, marks=[] if (model, policy) == (("nnx", "lstm"), "bf16-mixed") else pytest.mark.prove
+    )
+    for model in MODELS
+    for policy in POLICIES
+]
+
+
+def traced(model, policy):
+    """A model's loss as a jaxpr (emulated, all is fp32 and it says nothing), and the shapes of its gradient."""
+    kept = []
+
+    def params():
+        made, loss_fn = MODELS[model]()
+        kept.append(loss_fn)
+        return made
+
+    def loss(params, batch):
+        leaves, applied = Leaves(params), apply(params, Policy.parse(policy))
+        return cast_inside(kept[0], leaves, applied, leaves.trained, (batch,), cast_batch=True)[0]
+
+    shapes, batch = jax.eval_shape(params), BATCHES[model[1]]
+    gradient = jax.eval_shape(jax.grad(loss, allow_int=True), shapes, batch) if policy != "fp16-mixed" else {}
+    return None if "emulate" in policy else jax.make_jaxpr(loss)(shapes, batch), gradient
+
+
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from equations(inner)
+
+
+@pytest.mark.parametrize(("model", "policy"), EVERYWHERE)
+def test_a_stock_model_runs_unchanged(model, policy):
+    closed, gradient = traced(model, policy)
+    assert all(leaf.dtype == "float32" for leaf in jax.tree.leaves(gradient) if leaf.dtype.kind == "f")
+    if closed is not None:
+        assert str(closed.out_avals[0].dtype) == "float32"
+        compute = {"bf16-mixed": "bfloat16", "fp16-mixed": "float16"}[policy]
+        products = [
+            eqn for eqn in equations(closed.jaxpr) if eqn.primitive.name in ("dot_general", "conv_general_dilated")
+        ]
+        assert products
+        assert {str(atom.aval.dtype) for eqn in products for atom in eqn.invars} == {compute}
+
+
+def test_the_docs_list_every_model_and_policy():
+    """What the tests above show, cell by cell; a model that is refused needs its reason in the table."""
+    names = {"transformer": "transformer", "vit": "ViT", "lstm": "LSTM"}
+    table = DOCS.read_text(encoding="utf-8")
+    assert f"| library | model | {' | '.join(f'`{policy}`' for policy in POLICIES)} |" in table
+    for framework, kind in MODELS:
+        assert f"| {framework} | {names[kind]} |{' runs |' * len(POLICIES)}" in table
+
+
+@pytest.mark.prove
+def test_one_of_them_learns():
+    params, loss_fn = MODELS["nnx", "lstm"]()
+    optimizer = optax.adam(1e-2)
+    state, step = init(params, optimizer, "fp16-mixed"), make_step(loss_fn, optimizer)
+    losses = []
+    for _ in range(5):
+        state, result = step(state, BATCHES["lstm"])
+        losses.append(float(result.loss))
+    assert losses == sorted(losses, reverse=True)
+
+
+def dense(params, x):
+    return linen.Dense(3).apply({"params": params}, x)
+
+
+X = np.arange(8, dtype=np.float32).reshape(2, 4) / 8
+
+
+def squares(params, x):
+    return (dense(params, x) ** 2).mean()
+
+
+def begun(steps=2):
+    """A TrainState of Flax after some steps of its own."""
+    params = linen.Dense(3).init(jax.random.key(0), X)["params"]
+    train = TrainState.create(apply_fn=linen.Dense(3).apply, params=params, tx=optax.adam(1e-2))
+    for _ in range(steps):
+        train = train.apply_gradients(grads=jax.grad(squares)(train.params, X))
+    return train
+
+
+def test_a_train_state_of_flax_goes_on_where_it_was():
+    train = begun()
+    state = init(train, train.tx, "fp32")
+    for ours, theirs in ((state.params, train.params), (state.opt_state, train.opt_state)):
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    assert int(state.num_applied) == 2
+    state, _ = make_step(squares, train.tx)(state, X)
+    theirs = train.apply_gradients(grads=jax.grad(squares)(train.params, X))
+    back = train.replace(step=state.num_applied, params=state.params, opt_state=state.opt_state)
+    assert jax.tree.structure(back.params) == jax.tree.structure(theirs.params)
+    assert int(back.step) == int(theirs.step)
+    for one, two in zip(jax.tree.leaves(back.params), jax.tree.leaves(theirs.params), strict=True):
+        # two fp32 steps of 1e-2, whose gradients were summed in another order
+        assert np.abs(one - two).max() <= 1e-2 * 2.0**-10
+
+
+def test_a_train_state_with_another_optimizer_is_refused():
+    train = begun(0)
+    with pytest.raises(HalfstepError, match="another optimizer"):
+        init(train, optax.sgd(0.1), "fp32")
+
+
+def seeded(seed):
+    return init(
+        {"kernel": jax.random.normal(jax.random.key(seed), (4, 3)), "bias": jax.numpy.zeros(3)}, SGD, "bf16-mixed"
+    )
+
+
+SGD = optax.sgd(0.1)
+
+
+def test_a_step_runs_inside_jit_scan_and_vmap():
+    """As `step.__wrapped__`, which the refusal of the compiled step names."""
+    step = make_step(squares, SGD)
+    states = jax.vmap(seeded)(np.arange(2))
+    several = jax.jit(jax.vmap(lambda state, x: jax.lax.scan(step.__wrapped__, state, x), in_axes=(0, None)))
+    _, result = several(states, np.stack([X, X]))
+    assert result.loss.shape == (2, 2)
+    assert (result.loss[:, 1] < result.loss[:, 0]).all()
+    with pytest.raises(HalfstepError, match=r"inside another jit, scan, vmap") as caught:
+        jax.vmap(step, in_axes=(0, None))(states, X)
+    assert "step.__wrapped__" in caught.value.hint
+
+
+def test_shard_map_is_refused_with_the_way_out():
+    mesh, axis = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",)), jax.sharding.PartitionSpec("data")
+    everywhere = jax.sharding.PartitionSpec()
+    step = make_step(squares, SGD).__wrapped__
+    around = jax.shard_map(step, mesh=mesh, in_specs=(everywhere, axis), out_specs=(everywhere, everywhere))
+    with pytest.raises(HalfstepError, match="the step is inside shard_map, over `data`") as caught:
+        jax.eval_shape(around, seeded(0), X)
+    assert "pass the mesh to init and make_step" in caught.value.hint
+
+    def inside(params, x):
+        mean = jax.shard_map(
+            lambda p, x: jax.lax.pmean(squares(p, x), "data"),
+            mesh=mesh,
+            in_specs=(everywhere, axis),
+            out_specs=everywhere,
+        )
+        return mean(params, x)
+
+    with pytest.raises(HalfstepError, match=r"enters `shard_map` at .* cannot be opened") as caught:
+        make_step(inside, SGD).eval_shape(seeded(0), X)
+    assert "pass the mesh" in caught.value.hint
