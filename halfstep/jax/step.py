@@ -122,7 +122,7 @@ def first_state(
     mesh: Mesh | None = None,
     begun: Begun | None = None,
 ) -> State:
-    """Returns the first state of a policy that was named or chosen; `begun` has moments to go on from."""
+    """Returns the first state of a policy that was named or chosen; `begun` has moments to continue from."""
     applied = apply(params, policy, names)
     leaves = Leaves(params)
 

@@ -23,7 +23,7 @@ def run_block(page, place, **names):
 
 
 def test_every_block_has_a_test():
-    tested = [*(("backends.md", n) for n in range(10)), ("fp8.md", 0), *(("saving.md", n) for n in range(3))]
+    tested = [*(("backends.md", n) for n in range(12)), ("fp8.md", 0), *(("saving.md", n) for n in range(3))]
     assert [(page, place) for page, place, _ in BLOCKS] == tested
 
 
@@ -41,11 +41,18 @@ def test_jax(capsys):
     given = {"state": ran["state"], "batch": batch, "loss_fn": loss_fn, **names}
     ran = run_block("backends.md", 1, params=params, batch=jnp.ones((4, 2, 4)), loss_fn=loss_fn, **names)
     assert np.isfinite(ran["result"].loss)
-    watched = run_block("backends.md", 2, **given)
+    jax, train = pytest.importorskip("jax"), pytest.importorskip("flax.training.train_state")
+    train = train.TrainState.create(apply_fn=loss_fn, params=params, tx=names["optimizer"])
+    ran = run_block("backends.md", 2, train_state=train, batch=batch, loss_fn=loss_fn, **names)
+    assert int(ran["train_state"].step) == 1
+    ran |= {"jax": jax, "jnp": jnp, "make_params": lambda seed: {"w": jnp.full((4, 4), 0.01) * seed}}
+    seeds = run_block("backends.md", 3, **{**ran, "batches": jnp.ones((3, 2, 4)), **names})
+    assert seeds["results"].loss.shape == (4, 3)
+    watched = run_block("backends.md", 4, **given)
     assert (watched["numbers"][..., 1] > 0).all()
     assert watched["lost"].tolist() == [0.0]
     narrow = {"w": jnp.ones((4, 4), jnp.bfloat16)}
-    run_block("backends.md", 3, params=narrow, batch=batch, loss_fn=loss_fn, optimizer=ran["optimizer"])
+    run_block("backends.md", 5, params=narrow, batch=batch, loss_fn=loss_fn, optimizer=ran["optimizer"])
     assert "HS101 None `w` is stepped in bf16" in capsys.readouterr().out
 
 
@@ -55,19 +62,19 @@ def test_mlx(capsys):
 
     model, batch = nn.Linear(4, 4), mx.ones((2, 4))
     names = {"loss_fn": lambda model, x: (model(x) ** 2).mean(), "micro_batches": [batch, batch]}
-    ran = run_block("backends.md", 4, model=model, batch=batch, **names)
+    ran = run_block("backends.md", 6, model=model, batch=batch, **names)
     assert np.isfinite(ran["result"].loss.item())
     assert ran["run"].num_applied == 2
     assert "multiplies in bf16" in capsys.readouterr().out
-    watched = run_block("backends.md", 5, run=ran["run"], batch=batch, **names)
+    watched = run_block("backends.md", 7, run=ran["run"], batch=batch, **names)
     assert (watched["numbers"][..., 1] > 0).all()
     assert watched["lost"].tolist() == [0.0]
     narrow = nn.Linear(4, 4)
     narrow.set_dtype(mx.bfloat16)
-    run_block("backends.md", 6, model=narrow, optimizer=ran["optimizers"].AdamW(1e-5), batch=batch, **names)
+    run_block("backends.md", 8, model=narrow, optimizer=ran["optimizers"].AdamW(1e-5), batch=batch, **names)
     assert "HS101 `weight` is stepped in bf16 by AdamW" in capsys.readouterr().out
     names |= {"optimizers": ran["optimizers"], "prepare": ran["prepare"], "mx": mx}
-    ran = run_block("backends.md", 7, model=nn.Linear(4, 4), **names)
+    ran = run_block("backends.md", 9, model=nn.Linear(4, 4), **names)
     assert ran["run"].num_applied == 1
 
 
@@ -80,12 +87,12 @@ def test_weights_that_others_trained(monkeypatch):
     small = Decoder(ModelConfig(context=8, layers=1, width=16, heads=2))
     monkeypatch.setattr(halfstep, "load_model", lambda recipe, folder: small)
     tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
-    ran = run_block("backends.md", 8, tokens=tokens)
+    ran = run_block("backends.md", 10, tokens=tokens)
     assert torch.isfinite(ran["result"].loss)
     held = torch.nn.Sequential(torch.nn.Linear(4, 4)).bfloat16()
     auto = SimpleNamespace(from_pretrained=lambda name, dtype: held)
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoModelForCausalLM=auto))
-    ran = run_block("backends.md", 9, prepare=ran["prepare"], AdamW=ran["AdamW"])
+    ran = run_block("backends.md", 11, prepare=ran["prepare"], AdamW=ran["AdamW"])
     assert held[0].weight.dtype == torch.float32
     assert "fp32" in str(ran["run"].summary())
 

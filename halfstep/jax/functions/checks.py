@@ -1,11 +1,10 @@
 """What a function may do: its jaxpr is compared with the policy, and refused where the policy would not reach it.
 
-What the function computes in a narrow format where the policy says fp32 is computed in fp32 (islands.py), and tables do
-not promote its stream (promoted.py). Refused when it is traced, with the place:
+What the function computes in a narrow format where the policy says fp32 is computed in fp32 (islands.py), and
+tables do not promote its stream (promoted.py). Refused when it is traced, with the place:
 
     dot_general, conv_general_dilated    operands that the function itself converted to another dtype than compute
-    exp, exp2, rsqrt, sqrt, log          narrower than `softmax`, `norm` or `loss`, in what cannot be opened or in a
-                                         function that casts by itself
+    exp, exp2, rsqrt, sqrt, log          narrower than `softmax`, `norm` or `loss`, in what cannot be opened
     a primitive that cannot be opened    where it multiplies a parameter that the policy says more about
 
 tanh, logistic, erf and the like are activations, and run in compute.

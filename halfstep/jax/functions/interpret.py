@@ -288,9 +288,10 @@ class Interpreter:
             narrowed = find_narrowed(of, place_of(eqn))
         made, asked = remember(eqn, values), self._asked(eqn, values)
         stays = free or ruled or asked is not None
+        biased = name in BROADCASTING and _is_biased(eqn, values)
         results = []
         for array, var in zip(out, eqn.outvars, strict=True):
-            narrow = var in self.promoted and not stays
+            narrow = (biased or var in self.promoted) and not stays
             array = self._in_compute(array, eqn, values) if narrow else array
             results.append(Value(array, None, ruled, fixed, narrowed, free, "", narrow, asked, made))
         return results
@@ -577,6 +578,14 @@ def _side_of_weight(values: Sequence[Value]) -> int | None:
 def _follows(value: Value) -> bool:
     """Returns whether a value that appears in fp32 is cast to compute where it is multiplied."""
     return value.narrow or bool(value.kind) or value.free or value.fixed
+
+
+def _is_biased(eqn: Any, values: Sequence[Value]) -> bool:
+    """Returns whether a promoted array in compute meets parameters alone, as a result of a layer its bias."""
+    floats = [value for atom, value in zip(eqn.invars, values, strict=True) if is_float(atom)]
+    return all(value.narrow or value.owner is not None for value in floats) and any(
+        value.narrow and value.owner is None for value in floats
+    )
 
 
 def _looked_up(value: Value) -> bool:

@@ -80,7 +80,7 @@ def check_alone() -> None:
 
 
 class Begun(NamedTuple):
-    """What a training that goes on here has besides its parameters."""
+    """What a training that continues here has besides its parameters."""
 
     opt_state: Any
     steps: Any

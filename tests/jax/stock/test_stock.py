@@ -108,7 +108,7 @@ def begun(steps=2):
     return train
 
 
-def test_a_train_state_of_flax_goes_on_where_it_was():
+def test_a_train_state_of_flax_continues_where_it_was():
     train = begun()
     state = init(train, train.tx, "fp32")
     for ours, theirs in ((state.params, train.params), (state.opt_state, train.opt_state)):
