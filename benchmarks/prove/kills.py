@@ -1,7 +1,7 @@
 """Checks what a run survives: kills at any moment, damaged checkpoints, a full disk, a read-only folder.
 
     python benchmarks/prove/kills.py [--kills 100] [--steps 60] [--seed 0] [--only kills|damage|disk]
-        [--device cpu] [--command]
+        [--device cpu] [--policy fp32] [--set KEY=VALUE ...] [--command]
 
 **Kills.** The script kills a small run with SIGKILL again and again, and resumes it each time. Half of the
 moments are spread evenly over a run, from opening the folder to the last step; half are aimed: the killer waits
@@ -72,8 +72,17 @@ STARTED: list[subprocess.Popen[bytes]] = []
 class Bench:
     """A working folder, a text to train on, and how to start a process."""
 
-    def __init__(self, folder: Path, device: str, overrides: list[str], steps: int, command: bool = False):
+    def __init__(
+        self,
+        folder: Path,
+        device: str,
+        overrides: list[str],
+        steps: int,
+        command: bool = False,
+        policy: str = "fp32",
+    ):
         self.folder, self.device, self.steps, self.command = folder, device, steps, command
+        self.policy = policy
         self.text = folder / "text.txt"
         self.text.write_text("\n\n".join(f"def f{i}(x):\n    return x * {i} + {i * i}" for i in range(2000)))
         self.overrides = [f"data.source={self.text}", *SMALL, f"training.steps={steps}", *overrides]
@@ -82,7 +91,7 @@ class Bench:
         """Opens a run."""
         config = load_config("tiny", self.overrides)
         opened = open_run(out, config) if resume else None
-        return Loop(config, Policy.parse("fp32"), out, device=self.device, opened=opened)
+        return Loop(config, Policy.parse(self.policy), out, device=self.device, opened=opened)
 
     def session(self, out: Path, act: Callable[[Loop], None] | None = None) -> int:
         """Starts or resumes a run in a new process; returns its id. `act` may change the loop first."""
@@ -105,6 +114,7 @@ class Bench:
 
     def _command(self, out: Path) -> int:
         settings = [word for setting in self.overrides for word in ("--set", setting)]
+        settings += ["--policy", self.policy] if self.policy != "fp32" else []
         command = [sys.executable, "-m", "halfstep", "train", "tiny", "--resume", "--out", str(out), *settings]
         with open(out.with_suffix(".log"), "ab") as log:
             started = subprocess.Popen(
@@ -356,6 +366,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=("kills", "damage", "disk"))
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--policy", default="fp32")
     parser.add_argument("--command", action="store_true", help="kill `halfstep train` itself")
     parser.add_argument("--set", dest="overrides", action="append", default=[])
     options = parser.parse_args()
@@ -367,7 +378,8 @@ def main() -> int:
     rows: list[tuple[str, str]] = []
     faults: list[str] = []
     with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("fork").Pool(WORKERS) as pool:
-        bench = Bench(Path(folder), options.device, options.overrides, options.steps, options.command)
+        given = (options.device, options.overrides, options.steps, options.command, options.policy)
+        bench = Bench(Path(folder), *given)
         seconds = bench.uninterrupted()
         wanted = {options.only} if options.only else {"kills", "damage", "disk"}
         damaged = pool.apply_async(damage_last, (bench,)) if "damage" in wanted else None

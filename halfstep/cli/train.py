@@ -151,12 +151,12 @@ def _quiet(*_: str) -> None:
 
 def _tell(job: "Job", where: Path, config: "RunConfig", opened: "Opened | None") -> None:
     """Tells the other ranks what rank 0 has opened."""
-    import dataclasses
+    from halfstep.config.schema import to_table
 
     resumed = None
     if opened is not None:
         resumed = [None if opened.saved is None else str(opened.saved.path), opened.written.policy]
-    job.tell([str(where), dataclasses.asdict(config), resumed])
+    job.tell([str(where), to_table(config), resumed])
 
 
 def _receive(job: "Job") -> "tuple[Path, RunConfig, Opened | None]":
@@ -172,15 +172,13 @@ def _receive(job: "Job") -> "tuple[Path, RunConfig, Opened | None]":
 
 def _asked(recipe: str | None, out: Path | None, named: Sequence[str], resume: bool) -> dict[str, object]:
     """Returns what this process was asked to do, to compare it with the others of its job."""
-    import dataclasses
-
     from halfstep.config.load import DEFAULT_RECIPE, load
-    from halfstep.config.schema import flatten
+    from halfstep.config.schema import flatten, to_table
 
     asked: dict[str, object] = {"--out": str(out), "--resume": resume}
     if resume and recipe is None:
         return asked | {"--set": list(named)}
-    return asked | flatten(dataclasses.asdict(load(recipe or DEFAULT_RECIPE, named)))
+    return asked | flatten(to_table(load(recipe or DEFAULT_RECIPE, named)))
 
 
 def _launch(
@@ -253,6 +251,7 @@ def _prepare(
 ) -> "Loop":
     """Reads the data, chooses the precision and builds the loop; says what it is doing before it takes seconds."""
     from halfstep import __version__
+    from halfstep.config.policy_schedule import PolicySchedule
     from halfstep.core.policy import read_as
     from halfstep.tools import probe
     from halfstep.training import paths
@@ -283,10 +282,14 @@ def _prepare(
     policy, choice = _resolve(job, config, device, ran, say)
     reason = choice.reason if choice else read_as(config.policy)
     say(f"precision {policy}" + (f": {reason}" if reason else ""))
+    schedule = PolicySchedule.of(policy, config.schedule, config.training.steps)
+    for after, later in schedule.phases[1:]:
+        say(f"after step {after} of {config.training.steps}: {later}")
+    running = schedule.of_step(0 if opened is None else opened.step)
     named = choice is None and config.policy != ran  # at a resume: another precision than before
     slow = probe.slow_formats(config, policy, device, say=say) if named and job.owner else []
     known = None if opened is None else where / paths.EVENTS
-    ceiling = probe.measure_ceiling(config, policy, device, known, say=say) if job.owner else UNMEASURED
+    ceiling = probe.measure_ceiling(config, running, device, known, say=say) if job.owner else UNMEASURED
     return Loop(
         config,
         policy,

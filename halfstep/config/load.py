@@ -47,15 +47,16 @@ def _built(table: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
 
     A recipe's own settings may lose their effect by an override, and run.toml names those that have none.
     """
-    defaults = schema.flatten(dataclasses.asdict(RunConfig()))
+    defaults = schema.flatten(schema.to_table(RunConfig()))
     before = defaults | schema.flatten(table)
     for key in before:
         if key not in defaults and _hint(key):
             raise _unknown(key)
     for each in overrides:
         apply_override(table, each)
+    _spell_policies(table.get("schedule"))
     config = schema.build(RunConfig, table)
-    after = schema.flatten(dataclasses.asdict(config))
+    after = schema.flatten(schema.to_table(config))
     for key, other, allowed in ((key, *need) for key, needs in NEEDS.items() for need in needs.items()):
         if after[other] not in allowed and after[key] not in (before[key], defaults[key]):
             raise ConfigError(
@@ -73,7 +74,7 @@ def other_meaning(name: str) -> str | None:
 def setting_meant(name: str) -> str | None:
     """Returns the setting that a name without its section, or of another library, probably means."""
     last = _last_part(name)
-    named = [key for key in schema.flatten(dataclasses.asdict(RunConfig())) if key.rpartition(".")[2] == last]
+    named = [key for key in schema.flatten(schema.to_table(RunConfig())) if key.rpartition(".")[2] == last]
     return named[0] if len(named) == 1 else NAMES_ELSEWHERE.get(last)
 
 
@@ -170,7 +171,7 @@ def to_toml(config: RunConfig) -> str:
     """Returns the whole configuration as TOML; `load` reads it back as the same run."""
     import tomli_w
 
-    return tomli_w.dumps(dataclasses.asdict(config))
+    return tomli_w.dumps(schema.to_table(config))
 
 
 def _step(section: Any, name: str, dotted: str) -> type | None:
@@ -198,6 +199,13 @@ def _override_policy(text: str, key: str, value: str) -> str:
         return str(policy.read_table(table))
     except HalfstepError as error:
         raise ConfigError(f"--set policy.{key}={value}: {error.message}", hint=error.hint) from None
+
+
+def _spell_policies(entries: Any) -> None:
+    """Replaces policies that a [[schedule]] gives as tables by their text form."""
+    for i, entry in enumerate(entries if isinstance(entries, list) else ()):
+        if isinstance(entry, dict) and "policy" in entry:
+            entry["policy"] = _policy_text(entry["policy"], f"schedule[{i}]")
 
 
 def _policy_text(given: Any, name: str) -> Any:

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from halfstep.config.model import ModelConfig
-from halfstep.config.schema import Bounds, Count, Decay, Positive, Rate, Seed, Share
+from halfstep.config.policy_schedule import ScheduleEntry, check_entries
+from halfstep.config.schema import Bounds, Count, Decay, Positive, Rate, Seed, Share, shown
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import read
 
@@ -173,6 +174,9 @@ class RunConfig:
     """The framework that runs it."""
     policy: str = "auto"
     """The precision: `auto` measures this machine; else a preset, roles, rules (`halfstep policy --help`)."""
+    schedule: tuple[ScheduleEntry, ...] = ()
+    """Policies that take over during the run. `[[schedule]]` with `from = 0.85` and `policy = "bf16-mixed"`: after
+    85 % of the steps; a whole number is a number of steps. Masters and moments keep every bit."""
     seed: Seed = 0
     """Determines initial weights, the order of the data and stochastic rounding."""
     init: str = ""
@@ -193,6 +197,7 @@ class RunConfig:
             read(self.policy)
         except HalfstepError as error:
             raise ConfigError(f'policy = "{self.policy}": {error.message}', hint=error.hint) from None
+        check_entries(self.policy, self.schedule, self.training.steps)
         if self.init_digest and not self.init:
             raise ConfigError(
                 f'init_digest is "{self.init_digest}", but there is no `init`',
@@ -237,6 +242,8 @@ class RunConfig:
 def in_words(key: str, value: object) -> str:
     """Returns the value of a setting as a message has it: a rate of 0 is that of all parameters."""
     own = ("optimizer.embedding_rate", "optimizer.head_rate", "optimizer.scalar_rate")
+    if key == "schedule":
+        return shown(value)
     return "`optimizer.rate`" if key in own and value == 0 else str(value)
 
 

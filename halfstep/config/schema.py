@@ -72,8 +72,10 @@ def shown(value: object) -> str:
     """Returns a value as a recipe or `--set` writes it."""
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, tuple):
-        return str(list(value))
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(shown, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key} = {shown(each)}' for key, each in value.items())}}}"
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
@@ -82,15 +84,29 @@ def build(cls: type[T], table: Any, prefix: str = "", *, others: bool = False) -
     be there, unknown keys are errors."""
     if not isinstance(table, Mapping):
         raise wrong(prefix.removesuffix(".") or "it", table, "a table")
-    hints = _hints(cls)  # type: ignore[arg-type]
+    hints = {key_of(name): (name, hint) for name, hint in _hints(cls).items()}  # type: ignore[arg-type]
     for key in table:
         if key not in hints and not others:
             raise unknown_key(prefix + key, [prefix + name for name in hints])
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        if field.name not in table and field.default is field.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"`{prefix}{field.name}` is missing")
-    given = {key: _check(hints[key], value, prefix + key, others) for key, value in table.items() if key in hints}
-    return cls(**given)
+        if key_of(field.name) not in table and field.default is field.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"`{prefix}{key_of(field.name)}` is missing")
+    known = ((*hints[key], prefix + key, value) for key, value in table.items() if key in hints)
+    return cls(**{name: _check(hint, value, key, others) for name, hint, key, value in known})
+
+
+def key_of(name: str) -> str:
+    """Returns the key of a field: `from` of `from_`, because Python has the word itself."""
+    return name.rstrip("_")
+
+
+def to_table(value: Any) -> Any:
+    """Returns a dataclass as the table that `build` reads back."""
+    if dataclasses.is_dataclass(value):
+        return {key_of(field.name): to_table(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return tuple(map(to_table, value))
+    return value
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -168,6 +184,8 @@ def describe(hint: Any) -> str:
         first, *_, last = get_args(kind)
         if last is not Ellipsis:
             return f"a list of {len(get_args(kind))} numbers"
+        if dataclasses.is_dataclass(first):
+            return f"a list of tables with {' and '.join(map(key_of, _hints(first)))}"  # type: ignore[arg-type]
         return f"a list of any of {describe(first)}" if get_origin(first) is Literal else "a list"
     return "a table"
 

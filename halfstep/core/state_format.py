@@ -10,8 +10,8 @@ State is flat, {name: (dtype, shape, bytes)}, with the same names on every backe
 
 Loading checks names, shapes and dtypes before it changes anything: fp32 moments never come back bf16. A run that
 changes its policy or its backend converts its state first: what was learned keeps every bit or is refused. What
-belongs to the policy (scale, amax histories, measured layers) or to the backend (random states, and the last two)
-starts as in a new run.
+belongs to one policy alone (a loss scale, amax histories, measured layers) or to the backend (random states, and
+the last two) starts as in a new run.
 """
 
 from collections.abc import Callable, Collection, Mapping

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 from numpy.typing import NDArray
 
 from halfstep.config.model import reach
+from halfstep.config.policy_schedule import carry_over, check_later
 from halfstep.config.run import RunConfig
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.core import host
@@ -30,8 +31,9 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.observed import LayerInfo, Sample
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
-from halfstep.core.state_format import Snapshot, Stored
+from halfstep.core.state_format import Snapshot, Stored, widen
 from halfstep.jax import memory
+from halfstep.jax.apply import apply
 from halfstep.jax.dtypes import as_device, as_devices, describe
 from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.measure import devices
@@ -66,19 +68,27 @@ class Session:
         momentum: Schedule | None = None,
     ):
         self.config = config
-        self.policy = policy
         device = device or devices()[0]
         self.device, every = as_device(device), as_devices(device)
         self.num_devices = len(every)
         self.mesh = Mesh(np.array(every), ("data",)) if len(every) > 1 else None
         self.description = describe(device)
         check_divides(config.training.batch, len(every), "a micro-batch", "set training.batch to")
-        plain = Decoder(config.model, recompute=config.training.recompute_blocks)
-        optimizer = build_optimizers(config.model, config.optimizer, policy, schedule, momentum)
+        self._schedule, self._momentum = schedule, momentum
+        self._plain = Decoder(config.model, recompute=config.training.recompute_blocks)
+        self.micro_batches = config.training.micro_batches
+        first = self._plain.set_weights(initial_weights(config.model, config.seed) if weights is None else weights)
+        self._begin(policy, first)
+
+    def _begin(self, policy: Policy, params: Mapping[str, Any]) -> None:
+        """Makes the first state and the step of a policy."""
+        config, plain, self.policy = self.config, self._plain, policy
+        optimizer = build_optimizers(config.model, config.optimizer, policy, self._schedule, self._momentum)
         names = plain.module_names()
         with self._here():
-            first = plain.set_weights(initial_weights(config.model, config.seed) if weights is None else weights)
-            params = jax.device_put(first, self.device)
+            params = jax.device_put(params, self.device)
+            check_later(config.schedule, lambda later: apply(params, later, names))
+            check_later(config.schedule, lambda later: check_reach(later, reach(config.model)))
             self.run = first_state(params, optimizer, policy, seed=config.seed, names=names, mesh=self.mesh)
             # fp32 copies: the next step consumes the parameters.
             averages = {
@@ -88,7 +98,6 @@ class Session:
         self._average = jax.jit(partial(_average, config.training.ema), donate_argnums=0)
         check_reach(policy, reach(config.model))
         self.model = plain.with_policy(policy)
-        self.micro_batches = config.training.micro_batches
         self._optimizer, self._moments = optimizer, names_in_state(config.model, config.optimizer)
         self._build()
         evaluated = partial(_on_masters, plain.with_policy(policy.evaluation()).loss)
@@ -96,6 +105,15 @@ class Session:
         self._evaluated = jax.jit(shared, compiler_options=COMPILER_OPTIONS)
         self._evaluated_by_one = jax.jit(evaluated, compiler_options=COMPILER_OPTIONS)
         self._next = jax.jit(partial(_on_masters, self._logits_at), compiler_options=COMPILER_OPTIONS)
+
+    def change_policy(self, policy: Policy, *, keep: bool = True) -> None:
+        """Trains in another precision from the next step on; without `keep`, a state must be loaded first."""
+        before, state = self.policy, self.state()
+        held = {name: widen(value) for name, value in state.items() if name.startswith("model.")}
+        del self.run
+        self._begin(policy, {name.removeprefix("model."): value for name, value in held.items()})
+        if keep:
+            self.load(carry_over(state, self.state(), before, policy, self.config.model))
 
     def _build(self, monitor: Monitor | None = None) -> None:
         """Makes the step, which is compiled when it is first called."""

@@ -119,24 +119,10 @@ def apply(
     model: Module, policy: Policy, names: Sequence[str] | None = None, *, cast_inputs: bool = True
 ) -> Applied:
     """Gives a model a policy. `names` are the modules that rules may match, by default all it has."""
-    _check_unprepared(model)
     pin_matmuls(mx.default_device())
-    places = trainable(model)
-    names = [*names_of(model, names), *_loose(places)]
-    values = policy.resolve(names)
-    check_implemented(policy, "mlx", _not_implemented)
-    modules = dict(walk(model))
-    multiplying = [
-        name for name, module in modules.items() if isinstance(module, Matmul) or _kind(module) is Linear
-    ]
-    owners = [place.owner for place in places.values()]
-    computing = [*(name for name, module in modules.items() if _kind(module) is not None), *owners]
-    reach = {"operand": multiplying, "param": owners, "moments": owners, "compute": computing, "grad": computing}
-    check_reach(policy, reach | {"grad_weight": computing})
-    check_supported([base_precision(policy.evaluation()), *precisions(policy.evaluation(), names).values()])
-    by_name = precisions(policy, names)
-    check_supported([base_precision(policy), *by_name.values()])
-    check_named({n: m.named for n, m in modules.items() if isinstance(m, Layer)}, by_name, base_precision(policy))
+    by_name = check_policy(model, policy, names)
+    places, modules = trainable(model), dict(walk(model))
+    values = policy.resolve([*names_of(model, names), *_loose(places)])
     originals, changes = _convert(model, modules, policy, by_name, cast_inputs)
     masters: dict[str, Any] = {name: values[place.owner].values["param"] for name, place in places.items()}
     moments: dict[str, Any] = {name: values[place.owner].values["moments"] for name, place in places.items()}
@@ -151,6 +137,27 @@ def apply(
     others = {name: place.array for name, place in arrays(model).items() if public(name) and name not in places}
     frozen = tuple(name for name, array in others.items() if mx.issubdtype(array.dtype, mx.floating))
     return Applied(policy, len(changes), masters, moments, places, remainders, widened, frozen, changes, originals)
+
+
+def check_policy(model: Module, policy: Policy, names: Sequence[str] | None = None) -> dict[str, Precision]:
+    """Refuses a policy that a model, or the default device, cannot run; returns the precision of each module."""
+    _check_unprepared(model)
+    places, modules = trainable(model), dict(walk(model))
+    names = [*names_of(model, names), *_loose(places)]
+    policy.resolve(names)  # refuses rules that match nothing
+    check_implemented(policy, "mlx", _not_implemented)
+    multiplying = [
+        name for name, module in modules.items() if isinstance(module, Matmul) or _kind(module) is Linear
+    ]
+    owners = [place.owner for place in places.values()]
+    computing = [*(name for name, module in modules.items() if _kind(module) is not None), *owners]
+    reach = {"operand": multiplying, "param": owners, "moments": owners, "compute": computing, "grad": computing}
+    check_reach(policy, reach | {"grad_weight": computing})
+    check_supported([base_precision(policy.evaluation()), *precisions(policy.evaluation(), names).values()])
+    by_name = precisions(policy, names)
+    check_supported([base_precision(policy), *by_name.values()])
+    check_named({n: m.named for n, m in modules.items() if isinstance(m, Layer)}, by_name, base_precision(policy))
+    return by_name
 
 
 def public(name: str) -> bool:

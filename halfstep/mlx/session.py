@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from halfstep.config.groups import moments, parameter_groups
 from halfstep.config.model import reach
+from halfstep.config.policy_schedule import carry_over, check_later
 from halfstep.config.run import OptimizerConfig, RunConfig
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.core.audit.cause import Cause
@@ -20,7 +21,7 @@ from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
 from halfstep.core.state_format import Snapshot, Stored
 from halfstep.mlx import memory
-from halfstep.mlx.apply import apply, set_precision
+from halfstep.mlx.apply import apply, check_policy, set_precision
 from halfstep.mlx.dtypes import as_device, describe
 from halfstep.mlx.measure import devices
 from halfstep.mlx.model import Decoder
@@ -61,16 +62,25 @@ class Session:
     ):
         self.config = config
         self.schedule, self.momentum = schedule, momentum
-        self.policy = policy
         self.device = as_device(device or devices()[0])
         self.description = describe(self.device)
         with mx.stream(self.device):
             mx.random.seed(config.seed)
+            self._build(policy, initial_weights(config.model, config.seed) if weights is None else weights)
+
+    def _build(self, policy: Policy, weights: Weights | None) -> None:
+        """Makes the model, the optimizers and the run; without weights, for a state to be loaded."""
+        config, self.policy = self.config, policy
+        with mx.stream(self.device):
             self.model = Decoder(config.model)
             self.model.recompute = config.training.recompute_blocks
-            self.model.set_weights(initial_weights(config.model, config.seed) if weights is None else weights)
-            self.conversion = apply(self.model, policy, self.model.module_names())
+            if weights is not None:
+                self.model.set_weights(weights)
+            names = self.model.module_names()
             check_reach(policy, reach(config.model))
+            check_later(config.schedule, lambda later: check_policy(self.model, later, names))
+            check_later(config.schedule, lambda later: check_reach(later, reach(config.model)))
+            self.conversion = apply(self.model, policy, names)
             optimizer = build_optimizers(self.model, config.optimizer, policy)
             self.run = Run(
                 self.model,
@@ -79,11 +89,19 @@ class Session:
                 config.training.clip_norm,
                 seed=config.seed,
                 compile=resolve_compile(config.training.compile),
-                ranks=None if schedule is None else joined(),  # what does not train needs no others
+                ranks=None if self.schedule is None else joined(),  # what does not train needs no others
             )
             self.averages = self.run.masters.wide() if config.training.ema else None
         self._moments = names_in_state(config)
         self._rates = [optimizer.learning_rate for optimizer in self.run.optimizers]
+
+    def change_policy(self, policy: Policy, *, keep: bool = True) -> None:
+        """Trains in another precision from the next step on; without `keep`, a state must be loaded first."""
+        before, state = self.policy, self.state() if keep else {}
+        self.__dict__.pop("_monitor", None)
+        self._build(policy, None)
+        if keep:
+            self.load(carry_over(state, self.state(), before, policy, self.config.model))
 
     @property
     def threads(self) -> int | None:

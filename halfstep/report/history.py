@@ -92,6 +92,7 @@ class History:
     layers: LayerHistory = field(default_factory=LayerHistory)
     shadows: dict[int, Event] = field(default_factory=dict)
     shadow: Event | None = None  # of the next step
+    _policies: list[tuple[int, str]] = field(default_factory=list)
 
     @property
     def start(self) -> Event:
@@ -106,6 +107,9 @@ class History:
     @property
     def policies(self) -> list[tuple[int, str]]:
         """The precisions that the run had, each with the step after which it began."""
+        if len(self._policies) > 1:
+            return list(self._policies)
+        # The events of earlier sessions may be lost.
         changes = [each for each in read_changes(self.start) if "policy" in each.settings]
         first = changes[0].settings["policy"][0] if changes else self.start.get("policy")
         return [(0, str(first)), *((each.step, str(each.settings["policy"][1])) for each in changes)]
@@ -164,6 +168,7 @@ class History:
             if event.get("resumed_from") is None:
                 vars(self).update(vars(History()))
             self.sessions.append(Session(event, number(event.get("time"))))
+            self._take_policy(int(event.get("resumed_from") or 0), event)
         elif self.sessions:
             self._take(event)
 
@@ -215,10 +220,18 @@ class History:
                 to = number(event.get("to"))
                 if to == to:
                     self._drop_from(int(to) + 1)
+                    self._policies = [each for each in self._policies if each[0] < to] or self._policies[:1]
+            case "policy":
+                self._take_policy(int(event["step"]), event)
             case "end":
                 session.outcome = event
             case "stop":
                 session.outcome = session.outcome or event
+
+    def _take_policy(self, after: int, event: Event) -> None:
+        """Takes the policy of the steps after one; what was recorded of later ones no longer counts."""
+        known, policy = [each for each in self._policies if each[0] < after], str(event.get("policy"))
+        self._policies = known if known and known[-1][1] == policy else [*known, (after, policy)]
 
     def _drop_from(self, step: int) -> None:
         self.steps.drop_from(step)

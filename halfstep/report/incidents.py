@@ -25,6 +25,7 @@ NAMES = {
     "low_scale": "loss scale low",
     "cause": "cause of a NaN or infinity",
     "rollback": "rolled back",
+    "policy": "precision changed",
     "save_failed": "save failed",
     "saved": "saved again",
     "warning": "warning",
@@ -155,6 +156,8 @@ class IncidentReader:
                 self._row("rollback", step, event, message)
                 self._step = _whole(event.get("to"), self._step)
                 self._newest = min(self._newest, self._step)
+            case "policy":
+                self._row("policy", step, event, f"the steps after it have the policy `{event.get('policy')}`")
             case "save_failed":
                 self._grow("save_failed", step, event, message)
             case "warning":

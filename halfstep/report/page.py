@@ -91,7 +91,7 @@ def _contents(history: History, reader: IncidentReader) -> dict[str, Any]:
         "data_digest": nested(history.start, "data", "digest"),
         "halfstep": history.start.get("halfstep"),
         "tiles": summary.tiles(history),
-        "policy_text": str(history.start.get("policy")),
+        "policy_text": history.policies[-1][1],
         "policies": describe_policies(history),
         "changed": bool(read_changes(history.start)),
         "requested": str(history.config.get("policy")),

@@ -9,9 +9,9 @@ from halfstep.report.number_format import number
 
 
 def read_policy(history: History) -> tuple[Policy | None, str]:
-    """Returns the policy that ran; if another version wrote what this one cannot read, None and the error."""
+    """Returns the policy that ran last; if another version wrote what this one cannot read, None and the error."""
     try:
-        return Policy.parse(str(history.start.get("policy"))), ""
+        return Policy.parse(history.policies[-1][1]), ""
     except HalfstepError as error:
         return None, str(error)
 

@@ -1,6 +1,5 @@
 """The settings of a run with their meaning, and the command that repeats it."""
 
-import dataclasses
 import json
 import shlex
 from dataclasses import dataclass
@@ -9,7 +8,8 @@ from typing import Any
 
 from halfstep.config.load import load, recipe_names
 from halfstep.config.run import RunConfig
-from halfstep.config.schema import flatten, rows
+from halfstep.config.schema import flatten, rows, to_table
+from halfstep.config.schema import shown as in_toml
 from halfstep.report.history import History
 
 
@@ -45,7 +45,8 @@ def command(history: History) -> str:
     nearest = min(differing, key=lambda name: len(differing[name]))
     # What only names things and changes no number need not be repeated.
     changes = {key: value for key, value in differing[nearest].items() if key not in ("title", "backend")}
-    words = ["halfstep", "train", nearest, "--policy", str(history.start.get("policy"))]
+    first, *_ = history.start.get("schedule") or [{"policy": history.start.get("policy")}]
+    words = ["halfstep", "train", nearest, "--policy", str(first.get("policy"))]
     if "backend" in differing[nearest]:
         words += ["--backend", str(given["backend"])]
     for key, value in changes.items():
@@ -55,12 +56,12 @@ def command(history: History) -> str:
 
 @cache
 def _recipes() -> dict[str, dict[str, Any]]:
-    return {name: flatten(_plain_data(dataclasses.asdict(load(name)))) for name in recipe_names()}
+    return {name: flatten(_plain_data(to_table(load(name)))) for name in recipe_names()}
 
 
 def as_toml(value: Any) -> str:
     """A setting as `--set` takes it: text bare, all else as TOML."""
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else in_toml(value)
 
 
 def _plain_data(value: Any) -> Any:

@@ -87,7 +87,7 @@ def _state(folder: Path) -> RunState:
         training.get("steps") if isinstance(training, dict) else None,
         step.get("loss"),
         scored.get("loss"),
-        start.get("policy"),
+        (_last(events, "start", "policy") or {}).get("policy"),
         (_last(events) or {}).get("time"),
     )
 

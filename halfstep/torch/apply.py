@@ -99,20 +99,9 @@ def apply(
     Without `split`, masters that the policy splits stay whole until `split_now`: they may be sharded first.
     """
     plan.check_model(model, empty=not split)
-    parameters, names, plans = trainable(model), names_of(model, names), plans_of(model)
-    aliases = _aliases(model, parameters)
-    values = policy.resolve(names)
-    check_reach(policy, reach_of(plans, {owner(name) for held in aliases.values() for name in held}))
+    parameters, plans = trainable(model), plans_of(model)
+    ruled, roles, masters, kept_whole = check_policy(model, policy, names, plans, empty=not split)
     base = base_precision(policy)
-    ruled = _precisions(model, policy, names)
-    check_named({p.name: p.module.named for p in plans if isinstance(p.module, Layer)}, ruled, base)
-    _check_precisions(model, plans, _precisions(model, policy.evaluation(), names), policy.evaluation())
-    _check_precisions(model, plans, ruled, policy)
-    for device in _devices(model):
-        fp8_choice.check_fast(plans, ruled, base, device)
-    roles = {name: _roles(held, values) for name, held in aliases.items()}
-    masters = {name: _checked(name, parameters[name], roles[name], policy) for name in parameters}
-    masters, kept_whole = _split_where_used(masters, parameters, plans)
     later = () if split else tuple(name for name, param in masters.items() if param.split)
     masters |= {name: replace(masters[name], split=False) for name in later}
     held: dict[Tensor, Param] = {parameters[name]: param for name, param in masters.items()}
@@ -141,6 +130,34 @@ def apply(
         amaxes=amaxes,
         split_later=later,
     )
+
+
+def check_policy(
+    model: nn.Module,
+    policy: Policy,
+    names: Sequence[str] | None = None,
+    plans: list[Plan] | None = None,
+    *,
+    empty: bool = False,
+) -> tuple[dict[str, Precision], dict[str, Mapping[str, Value]], dict[str, Param], list[Change]]:
+    """Refuses a policy that a model, or its device, cannot run. Changes nothing.
+
+    Returns what rules say of each module; of each parameter, by first name, its roles and how its master is held;
+    and the masters that stay whole although the policy splits them.
+    """
+    plan.check_model(model, empty=empty)
+    plans, parameters, names = plans or plans_of(model), trainable(model), names_of(model, names)
+    aliases, values = _aliases(model, parameters), policy.resolve(names)
+    check_reach(policy, reach_of(plans, {owner(name) for held in aliases.values() for name in held}))
+    base, ruled = base_precision(policy), _precisions(model, policy, names)
+    check_named({p.name: p.module.named for p in plans if isinstance(p.module, Layer)}, ruled, base)
+    _check_precisions(model, plans, _precisions(model, policy.evaluation(), names), policy.evaluation())
+    _check_precisions(model, plans, ruled, policy)
+    for device in _devices(model):
+        fp8_choice.check_fast(plans, ruled, base, device)
+    roles = {name: _roles(held, values) for name, held in aliases.items()}
+    masters = {name: _checked(name, parameters[name], roles[name], policy) for name in parameters}
+    return ruled, roles, *_split_where_used(masters, parameters, plans)
 
 
 def split_now(model: nn.Module, applied: Applied) -> Applied:

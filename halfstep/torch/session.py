@@ -1,5 +1,6 @@
 """What the training loop calls (training/session.py): one run on torch, in numpy arrays and Python numbers."""
 
+import gc
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from halfstep.config.groups import parameter_groups
 from halfstep.config.model import reach
+from halfstep.config.policy_schedule import carry_over, check_later
 from halfstep.config.run import OptimizerConfig, RunConfig
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.core.audit.cause import Cause
@@ -22,7 +24,7 @@ from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
 from halfstep.core.state_format import Snapshot, Stored
 from halfstep.torch import memory
-from halfstep.torch.apply import adopt, apply
+from halfstep.torch.apply import adopt, apply, check_policy
 from halfstep.torch.dtypes import as_device, describe
 from halfstep.torch.measure import devices
 from halfstep.torch.model import Decoder
@@ -78,7 +80,7 @@ class Session:
         weights: Weights | None = None,
         momentum: Schedule | None = None,
     ):
-        self.config, self.policy = config, policy
+        self.config = config
         self.schedule, self.momentum = schedule, momentum
         self.device = as_device(device or devices()[0])
         self.description = describe(self.device)  # also refuses a missing device
@@ -88,22 +90,30 @@ class Session:
         if config.training.deterministic:
             _make_deterministic(compiled=config.training.compile)
         self._copies, self._readback = Copies(), Readback(self.device)
+        self._compiled = config.training.compile
         torch.manual_seed(config.seed)
+        self._build(policy, initial_weights(config.model, config.seed) if weights is None else weights)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)  # `memory` is about training alone
+
+    def _build(self, policy: Policy, weights: Weights | None) -> None:
+        """Makes the model, the optimizers and the run; without weights, for a state to be loaded."""
+        config, self.policy = self.config, policy
         self.model = Decoder(config.model)
         self.model.recompute = config.training.recompute_blocks
-        self.model.set_weights(initial_weights(config.model, config.seed) if weights is None else weights)
+        if weights is not None:
+            self.model.set_weights(weights)
         self.model.to(self.device)
         tokens, names = config.training.batch * config.model.context, self.model.module_names()
-        self._compiled = config.training.compile
+        check_reach(policy, reach(config.model))
+        check_later(config.schedule, lambda later: check_policy(self.model, later, names))
+        check_later(config.schedule, lambda later: check_reach(later, reach(config.model)))
         options: dict[str, Any] = {"tokens": tokens, "compiled": self._compiled, "split": not in_group()}
         self.conversion = apply(self.model, policy, names, **options)
         if in_group() and self.conversion.measured is not None:  # each process has timed its own device
             self.conversion = adopt(
                 self.model, self.conversion, from_all_ranks(self.conversion.measured.narrow)[0]
             )
-        check_reach(policy, reach(config.model))
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)  # `memory` is about training alone
         self._ddp: nn.Module | None = None
         run = {"conversion": self.conversion, "seed": config.seed, "ema": config.training.ema}
         if in_group():
@@ -116,6 +126,19 @@ class Session:
             self.run = Run(self.model, self._optimizers, policy, config.training.clip_norm, **run)
         loss = self.model.loss if self._ddp is None else partial(self.model.loss, called=self._ddp)
         self._loss = torch.compile(loss) if self._compiled else loss
+
+    def change_policy(self, policy: Policy, *, keep: bool = True) -> None:
+        """Trains in another precision from the next step on; without `keep`, a state must be loaded first.
+
+        Everything is built anew around what was learned, which passes through host memory, exactly.
+        """
+        before, state = self.policy, self.state() if keep else {}
+        del self.model, self.conversion, self.run, self._optimizers, self._loss, self._ddp
+        self.__dict__.pop("_monitor", None)
+        gc.collect()  # the model and its run refer to each other, and hold the device's memory
+        self._build(policy, None)
+        if keep:
+            self.load(carry_over(state, self.state(), before, policy, self.config.model))
 
     def _share(self, config: RunConfig) -> None:
         """Shares the model among the processes of a job. DDP sends neither constants nor what gets no gradient."""

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from halfstep.config.policy_schedule import PolicySchedule
 from halfstep.config.run import RunConfig
 from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError
@@ -100,6 +101,7 @@ class Loop:
         self._unreadable: DataError | None = None
         self.last_evaluation: Evaluation | None = None  # at the last step
         self._memory = 0  # the most that another rank has held
+        self._measured = self.session.policy  # whose compute format the ceiling is of
         self._equip(
             resumed_from=None if opened is None else self.start
         )  # 0 if it died before its first checkpoint
@@ -130,7 +132,10 @@ class Loop:
             if self.pretrained is not None:
                 config = dataclasses.replace(config, init_digest=self.pretrained.digest)
             self.config = config
-            self.session = self._open_session(device)
+            self.schedule = PolicySchedule.of(self.policy, config.schedule, config.training.steps)
+            self.schedule.check(config.model)
+            # A checkpoint may be that of the last step before a change: the loop makes it, as it would have.
+            self.session = self._open_session(self.schedule.of_step(0 if opened is None else opened.step), device)
             self.health = Health(config.training.rollback)
             self.context = self._describe_run(choice)
             self.lock, self.start = self._begin() if opened is None else self._resume(opened)
@@ -138,7 +143,9 @@ class Loop:
             self.job.check_folder(self.out)
             on_error.pop_all()
         self.warnings += warn_of_keep_best(config.training)
-        self.warnings += slow_formats(self.policy, self.session.description)
+        for i, policy in enumerate(self.schedule.policies):
+            self.warnings += policy.warnings if i else []  # of the first, its caller has warned
+            self.warnings += slow_formats(policy, self.session.description)
         self.warnings += getattr(self.session, "notes", [])  # what was decided by measurement, or a checkpoint
 
     def _equip(self, resumed_from: int | None) -> None:
@@ -152,7 +159,8 @@ class Loop:
         devices = self.job.ranks * self.session.num_devices
         self.meters = Meters(config, self.ceiling, self.session, self.tally.watch, devices=devices)
         self.events = Events(self.out / EVENTS) if owner else NoEvents()
-        self.monitor = Monitor(config, self.session, self.meters, self.job, self.events, self.bar.note)
+        watching = (self.session, self.meters, self.job, self.events, self.bar.note)
+        self.monitor = Monitor(config, *watching, changes_after=self.schedule.changes_after)
         names = config.training.loggers if owner else ()
         self.board = loggers.Board(names, self.out, resumed_from, self.warnings.append)
         keep = Retention(config.training.keep_last, config.training.keep_every, config.training.keep_best)
@@ -183,9 +191,9 @@ class Loop:
             )
         return pretrained
 
-    def _open_session(self, device: str | None) -> Session:
+    def _open_session(self, policy: Policy, device: str | None) -> Session:
         weights = None if self.pretrained is None else self.pretrained.weights()
-        session = open_session(self.config, self.policy, device, weights=weights)
+        session = open_session(self.config, policy, device, weights=weights)
         determinism.check(self.config, session.description.kind)
         return session
 
@@ -306,10 +314,14 @@ class Loop:
                     self.checkpointer.wait()
                 raise
             except RollBackError:
+                before = self.session.policy
                 at = self._tally_at(self.checkpointer.roll_back(tally.step))
                 tally.step, tally.launched = at.step, at.launched
                 tally.skipped, tally.tokens = at.skipped, at.tokens
-                self.monitor.roll_back(tally.step)
+                if self.session.policy == before:
+                    self.monitor.roll_back(tally.step)
+                else:
+                    self._announce_policy()
         if tally.step == self.start == total:
             # It was stopped or killed between its last step and its end.
             self.last_evaluation = self._evaluate_start()
@@ -356,6 +368,7 @@ class Loop:
             self.bar.note("compiling the first step")
         self.tally.watch.start(self.tally.step)
         for batch in self._readable(self.meters.fed(batches)):
+            self._follow_schedule()
             if self.monitor.shadow_due(self.tally.launched + 1):
                 if pending is not None:
                     self._record(pending)
@@ -380,6 +393,29 @@ class Loop:
         if self._unreadable is not None:
             raise self._unreadable
 
+    def _follow_schedule(self) -> None:
+        """Changes the policy if the next step has another; all steps before it were read."""
+        policy = self.schedule.of_step(self.tally.launched + 1)
+        if policy == self.session.policy:
+            return
+        self.job.doing(f"changing the policy after step {self.tally.launched}", timed=False)
+        self.session.change_policy(policy)
+        self._announce_policy()
+        self.tally.watch.start(self.tally.step)  # none of it is time spent training
+
+    def _announce_policy(self) -> None:
+        """Makes what watches the run follow the policy that runs now."""
+        step, policy = self.tally.launched, self.session.policy
+        self.events.write("policy", step=step, policy=str(policy))
+        self.bar.note(f"after step {step} the policy is `{policy}`: masters and moments are kept bit for bit")
+        for note in getattr(self.session, "notes", []):  # what was decided by measurement
+            self.bar.note(note)
+        self.monitor.change_policy(step)
+        self.responder.change_policy(policy)
+        self.meters.ceiling = self.ceiling
+        if policy.compute.format != self._measured.compute.format:
+            self.meters.ceiling = Ceiling(None, f"it was measured in {self._measured.compute.format}")
+
     def _evaluates_after(self, step: int) -> bool:
         training = self.config.training
         return step % training.validate_every == 0 or step == training.steps
@@ -390,7 +426,8 @@ class Loop:
 
     def _pauses_after(self, step: int) -> bool:
         """Whether a step has to be done before the next is launched."""
-        return self._evaluates_after(step) or self._saves_after(step) or bool(self.monitor.sample_due(step))
+        due = self._evaluates_after(step) or self._saves_after(step) or bool(self.monitor.sample_due(step))
+        return due or self.schedule.changes_after(step)
 
     def _pause(self, step: int, batch: Tokens) -> None:
         """Evaluates, saves and samples after a step that is done, where each is due."""

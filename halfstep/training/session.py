@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from halfstep.config.policy_schedule import check_later
 from halfstep.config.run import ParallelConfig, RunConfig
 from halfstep.config.weights import Weights
 from halfstep.core.audit.cause import Cause
@@ -131,6 +132,13 @@ class Session(Watched, Protocol):
     def load(self, state: Mapping[str, Stored]) -> None:
         """Restores a state."""
 
+    def change_policy(self, policy: Policy, *, keep: bool = True) -> None:
+        """Trains in another precision from the next step on; called when all steps were read.
+
+        Masters, moments, averages and random state keep every bit; so does the loss scale, if both policies scale
+        alike. Layers are not watched until `watch` is called again. Without `keep` a state must be loaded first.
+        """
+
     def applied(self) -> int:
         """Returns how many updates were applied and not skipped; waits for the device."""
 
@@ -185,7 +193,8 @@ def open_session(
     module = backend_module(config.backend, "session")
     if not train:  # weights that do not move have no average
         policy = policy.evaluation().without_training()
-        config = replace(config, training=replace(config.training, ema=0.0), parallel=ParallelConfig())
+        training = replace(config.training, ema=0.0)
+        config = replace(config, training=training, parallel=ParallelConfig(), schedule=())
     training, optimizer = config.training, config.optimizer
 
     def schedule(applied: Any, xp: Any) -> Any:
@@ -198,6 +207,7 @@ def open_session(
         return momentum(applied, start=start, end=end, warmup=optimizer.muon_momentum_warmup, xp=xp)
 
     capacity = check_device(config, policy, device, train=train)
+    check_later(config.schedule, lambda later: check_device(config, later, device, train=train))
     warms = train and optimizer.name == "muon" and optimizer.muon_momentum_warmup > 0
     with memory.convert_oom(module.memory.ran_out, lambda: memory.in_making(config, capacity)):
         session: Session = module.Session(

@@ -30,6 +30,7 @@ SHOWN = {
     "title": "cli/test_train.py::test_a_run_prints_a_summary_its_utilization_and_leaves_a_page",
     "backend": "conformance/session/test_training.py::test_it_says_what_and_where_it_is",
     "policy": "cli/test_train.py::test_resume_changes_the_precision_and_trains_further_if_asked",
+    "schedule": "training/run/test_policy_schedule.py::test_the_policy_changes_after_its_step_and_is_recorded",
     "seed": ["seed=1"],
     "init": "training/weights/test_pretrained.py::test_a_run_can_be_the_initial_weights",
     "init_digest": "training/weights/test_pretrained.py::test_your_own_recipe_may_name_the_weights_and_pin_them",

@@ -27,11 +27,13 @@ CHOICES = ("fp32", "bf16-mixed", "fp16-mixed")  # what `auto` chooses among, by 
 
 
 def of_recipe(name: str) -> list[Record]:
-    """Returns the record of a recipe; one for each precision that `auto` may choose."""
+    """Returns the record of a recipe; one for each precision that `auto` may choose, and that takes over later."""
     config = load(name)
     spelling = read(config.policy)
     chosen = [Policy.parse(each) for each in CHOICES] if spelling.base == "auto" else [None]
-    return [fill(Record("recipe", framework=config.backend), spelling.build(auto), config) for auto in chosen]
+    policies = [spelling.build(auto) for auto in chosen]
+    policies += [Policy.parse(entry.policy) for entry in config.schedule]
+    return [fill(Record("recipe", framework=config.backend), policy, config) for policy in policies]
 
 
 def of_run(folder: Path) -> tuple[Record, list[Finding]]:
@@ -111,7 +113,8 @@ def _settings(
     else:
         if not (folder / CONFIG).exists():
             record.unseen.append(f"there is no {CONFIG}: settings are those of the record, if there is one")
-    texts = [facts.policy for facts in record.checkpoints] + [event.get("policy") for event in starts]
+    recorded = [event.get("policy") for event in events if event["event"] in ("start", "policy")]
+    texts = [facts.policy for facts in record.checkpoints] + recorded
     text = next((each for each in reversed(texts) if isinstance(each, str)), None)
     if text is None and config is not None and read(config.policy).base != "auto":
         text = config.policy

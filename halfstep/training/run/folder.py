@@ -26,7 +26,7 @@ from typing import Any
 
 from halfstep.config.load import load, to_toml
 from halfstep.config.run import DataConfig, RunConfig
-from halfstep.config.schema import flatten
+from halfstep.config.schema import flatten, shown, to_table
 from halfstep.core.errors import ConfigError
 from halfstep.core.policy import read
 from halfstep.training.checkpoints.checkpoint import step_folders
@@ -40,7 +40,8 @@ FREE |= {f"training.{name}" for name in ("keep_last", "keep_every", "keep_best",
 FREE |= {f"training.{name}" for name in ("compile", "recompute_blocks")} | {"parallel.shard", "parallel.timeout"}
 FREE |= {f"monitor.{name}" for name in ("on", "every", "sample_every", "slice", "shadow_every")}
 
-CHANGEABLE = {"policy", "backend"} | {f"training.{name}" for name in ("steps", "warmup", "warmdown", "clip_norm")}
+CHANGEABLE = {"policy", "schedule", "backend"}
+CHANGEABLE |= {f"training.{name}" for name in ("steps", "warmup", "warmdown", "clip_norm")}
 CHANGEABLE |= {f"optimizer.{name}" for name in ("rate", "embedding_rate", "head_rate", "scalar_rate", "muon_rate")}
 CHANGEABLE |= {f"optimizer.{name}" for name in ("epsilon", "weight_decay", "muon_weight_decay")}
 
@@ -194,7 +195,7 @@ def check_same_run(folder: Path, written: RunConfig, config: RunConfig, named: C
 
     What may be changed must be `named`: a recipe that happens to say something else changes nothing.
     """
-    was, now = flatten(dataclasses.asdict(written)), flatten(dataclasses.asdict(config))
+    was, now = flatten(to_table(written)), flatten(to_table(config))
     resume = ("--resume", "--out", folder)
     own = f"{train_command(*resume)} continues with what it was started with"
     for key in _differing(was, now):
@@ -215,7 +216,7 @@ def check_same_run(folder: Path, written: RunConfig, config: RunConfig, named: C
 
 def _given(key: str, value: Any) -> list[str]:
     """Returns the words of a command that give a setting a value."""
-    return ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
+    return ["--set", f"{key}={value if isinstance(value, str) else shown(value)}"]
 
 
 def _anew(key: str, value: Any, recipe: Path, weights: Path) -> str:
@@ -228,7 +229,7 @@ def _anew(key: str, value: Any, recipe: Path, weights: Path) -> str:
 
 def check_same_settings(out: Path, saved: Path, manifest: Mapping[str, Any], config: RunConfig) -> None:
     """Refuses settings that differ from a checkpoint's and may not: run.toml may have been edited since."""
-    was, now = flatten(manifest["config"]), flatten(json.loads(json.dumps(dataclasses.asdict(config))))
+    was, now = flatten(manifest["config"]), flatten(json.loads(json.dumps(to_table(config))))
     for key in _differing(was, now):
         if key not in CHANGEABLE:
             raise ConfigError(
@@ -246,12 +247,25 @@ def check_same_settings(out: Path, saved: Path, manifest: Mapping[str, Any], con
 def check_not_finished(out: Path, manifest: Mapping[str, Any], config: RunConfig) -> None:
     """Refuses to change a run that takes no more steps."""
     asked, step = read(config.policy), manifest["step"]
-    policy = manifest["policy"] if asked.base == "auto" else str(asked.build())  # `auto` keeps what it was
+    policy = first_policy(manifest) if asked.base == "auto" else str(asked.build())  # `auto` keeps what it was
     changed = changed_settings(manifest, dataclasses.replace(config, policy=policy))
     if changed and step == config.training.steps and has_ended(out):
         raise ConfigError(
             f"`{out}` has finished, at step {step}: {next(iter(changed))} would change nothing",
             hint=_further(out, step),
+        )
+
+
+def check_policy_runs(out: Path, manifest: Mapping[str, Any], config: RunConfig) -> None:
+    """Refuses another first policy for a run whose schedule is past it."""
+    done, entries = manifest["step"], config.schedule
+    later = [entry for entry in entries if entry.after(config.training.steps) <= done]
+    if later and read(config.policy).base != "auto" and "policy" in changed_settings(manifest, config):
+        command = train_command("--resume", "--out", out, *_given("schedule", to_table(entries)))
+        raise ConfigError(
+            f"`{config.policy}` would change nothing: after step {done} the policy is that of the schedule, "
+            f"`{later[-1].policy}`",
+            hint=f"change the schedule, as in {command}, or end it with `--set schedule=[]`",
         )
 
 
@@ -261,9 +275,15 @@ def _further(out: Path, step: int) -> str:
 
 def changed_settings(manifest: Mapping[str, Any], config: RunConfig) -> dict[str, list[Any]]:
     """Returns the settings of updates that changed since a checkpoint: [before, now]. `config` is resolved."""
-    before = {**manifest["config"], "policy": manifest["policy"]}
-    was, now = flatten(before), flatten(json.loads(json.dumps(dataclasses.asdict(config))))
+    before = {**manifest["config"], "policy": first_policy(manifest)}
+    was, now = flatten(before), flatten(json.loads(json.dumps(to_table(config))))
     return {key: [was[key], now[key]] for key in now if key in CHANGEABLE and key in was and was[key] != now[key]}
+
+
+def first_policy(manifest: Mapping[str, Any]) -> str:
+    """Returns the policy that a run had at its start; that of its last step may be another (`[[schedule]]`)."""
+    schedule = manifest.get("schedule") or [{"policy": manifest["policy"]}]
+    return str(schedule[0]["policy"])
 
 
 def with_origin(written: RunConfig, config: RunConfig) -> RunConfig:

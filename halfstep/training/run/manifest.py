@@ -2,7 +2,8 @@
 
 In addition to the digests of checkpoint.py, the manifest holds:
 
-    policy, choice       the precision that ran, and the measurement behind it if it was chosen
+    policy, choice       the precision of the last step, and the measurement behind it if it was chosen
+    schedule             the precisions of the run: [{"from": 0, "policy": "fp8-mixed"}, {"from": 850, ...}]
     device, versions     what computed it; `threads` of a CPU, if sums depend on their number
     changes              what was changed at resumes: [{"step": 8, "settings": {"policy": ["fp32", "bf16-mixed"]}}]
     config, init         the settings, and where the initial weights came from
@@ -27,15 +28,14 @@ import safetensors
 
 from halfstep import __version__
 from halfstep.config.flops import flops_per_token
-from halfstep.config.model import ModelConfig, module_names, owner, parameter_shapes
+from halfstep.config.policy_schedule import PolicySchedule, carry_over
 from halfstep.config.run import Backend, RunConfig, TrainingConfig, in_words
-from halfstep.config.schema import Count, build
+from halfstep.config.schema import Count, build, to_table
 from halfstep.core.choice import Choice
 from halfstep.core.errors import ConfigError
-from halfstep.core.formats import Format
 from halfstep.core.policy import Policy
 from halfstep.core.scaling import NoScale
-from halfstep.core.state_format import OF_BACKEND, OF_POLICY, Stored, convert
+from halfstep.core.state_format import Stored
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.checkpoint import Loaded
 from halfstep.training.data.batches import Batches
@@ -49,7 +49,6 @@ from halfstep.training.telemetry.events import SettingsChange
 
 # Settings that a resumed run may change although they change bits: sums are taken in another order.
 _SWITCHES = ("compile", "recompute_blocks", "batch", "micro_batches")
-_ANEW = {"policy": OF_POLICY, "backend": OF_BACKEND}
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class RunContext:
     """What is trained, and by what: everything a manifest records of a run except how far it is."""
 
     config: RunConfig
-    policy: Policy
+    policy: Policy  # that the run begins with; the session has the one that runs
     corpus: Corpus
     batches: Batches
     session: Session
@@ -126,22 +125,31 @@ class RunContext:
         A checkpoint that was verified and not read is read here: of processes that share the state, each its rows.
         Under another policy or backend, masters, moments and averages keep every bit or the checkpoint is refused.
         """
-        changed = changed_settings(saved.manifest, self.resolved())
-        arrays = saved.arrays or checkpoint.load(saved.path, self.session.rows)[0]
-        if anew := tuple(p for key, prefixes in _ANEW.items() if key in changed for p in prefixes):
-            ours = self.session.state()
+        changed, session = changed_settings(saved.manifest, self.resolved()), self.session
+        before, now = Policy.parse(saved.manifest["policy"]), self.schedule.of_step(saved.manifest["step"])
+        arrays, crosses = saved.arrays or checkpoint.load(saved.path, session.rows)[0], "backend" in changed
+        if now != session.policy:  # a rollback, to a step of another policy
+            session.change_policy(now, keep=False)
+        if now != before or crosses:
+            ours = session.state()
             _check_optimizer(saved, arrays, ours, self.config.backend)
-            arrays = convert(arrays, ours, held_formats(self.policy, self.config.model, ours), anew)
-        self.session.load(arrays)
+            arrays = carry_over(arrays, ours, before, now, self.config.model, crosses=crosses)
+        session.load(arrays)
         self.changes = list(saved.manifest.get("changes", []))
         if changed:
             self.changes.append({"step": saved.manifest["step"], "settings": changed})
         return changed
 
+    @cached_property
+    def schedule(self) -> PolicySchedule:
+        """The policies of the run."""
+        return PolicySchedule.of(self.policy, self.config.schedule, self.config.training.steps)
+
     def describe(self, step: int, held_out: float | None) -> dict[str, Any]:
         """Returns what the manifest of a checkpoint holds."""
         return {
             **self._constants,
+            "policy": str(self.session.policy),
             "changes": self.changes,
             "data": {
                 "digest": self.corpus.digest,
@@ -159,12 +167,12 @@ class RunContext:
     def _constants(self) -> dict[str, Any]:
         config, choice = self.config, self.choice
         return {
-            "policy": str(self.policy),
+            "schedule": self.schedule.record(),
             "choice": None if choice is None else {"preset": choice.preset, "reason": choice.reason},
             "device": self.session.description.name,
             "threads": self.session.threads,
             "ranks": self.ranks,
-            "config": dataclasses.asdict(config),
+            "config": to_table(config),
             "init": self.origin,
             "aliases": {"model.lm_head.weight": "model.embed.weight"} if config.model.tied else {},
             "random": {
@@ -192,7 +200,8 @@ class RunContext:
         config, device, known = self.config, self.session.description, self._constants
         return {
             "halfstep": __version__,
-            **{key: known[key] for key in ("config", "policy", "choice", "init")},
+            **{key: known[key] for key in ("config", "schedule", "choice", "init")},
+            "policy": str(self.session.policy),
             "changes": self.changes,
             "backend": {"name": config.backend, "version": known["versions"][config.backend]},
             "device": {"kind": device.kind, "name": device.name},
@@ -211,19 +220,6 @@ class RunContext:
     def resolved(self) -> RunConfig:
         """Returns the configuration with the policy that runs in place of `auto`."""
         return dataclasses.replace(self.config, policy=str(self.policy))
-
-
-def held_formats(policy: Policy, model: ModelConfig, state: Mapping[str, Stored]) -> dict[str, Format]:
-    """Returns the formats that a policy gives the masters and moments of a state."""
-    shapes, formats = parameter_shapes(model), dict[str, Format]()
-    loose = [name for name in shapes if "." not in name]
-    roles = policy.resolve([*module_names(model), *loose])
-    for parameter, shape in shapes.items():
-        values: Mapping[str, Any] = roles[owner(parameter)].values
-        formats[f"model.{parameter}"] = values["param"].format
-        moments = [name for name in state if name.startswith("optimizer.") and f".{parameter}." in name]
-        formats |= {name: values["moments"] for name in moments if len(state[name].shape) == len(shape)}
-    return formats
 
 
 def check_manifest(manifest: Mapping[str, Any], path: Path, needed: type[Recorded] = Resumable) -> RunConfig:
@@ -273,14 +269,16 @@ def describe_changes(
 ) -> list[str]:
     """Returns what a resumed run does differently from here on, and what follows from it."""
     lines, rest, begin = [], dict(changed), f"from step {manifest['step']} on"
-    if policy := rest.pop("policy", None):
-        scale = context.policy.scale
-        scaled = "" if isinstance(scale, NoScale) else f", and the loss scale starts at {scale.init().scale:g}"
+    rest.pop("policy", None)
+    before, now = Policy.parse(manifest["policy"]), context.session.policy
+    if before != now:
+        anew = f", and the loss scale starts at {now.scale.init().scale:g}"
+        scaled = "" if isinstance(now.scale, NoScale) or now.scale == before.scale else anew
         kept = f"masters, moments and averages are kept bit for bit{scaled}"
-        lines.append(f"{begin} the policy is `{policy[1]}` (it was `{policy[0]}`): {kept}")
+        lines.append(f"{begin} the policy is `{now}` (it was `{before}`): {kept}")
     if backend := rest.pop("backend", None):
         kept = "masters, moments, averages and the position in the data are kept bit for bit"
-        kept += "" if policy else ", and so is the loss scale"
+        kept += ", and so is the loss scale" if now.scale == before.scale else ""
         lines.append(f"{begin} {backend[1]} computes (it was {backend[0]}): {kept}; random states start anew")
     if rest:
         words = [

@@ -39,7 +39,7 @@ from halfstep.core.scaling import Scale, ScaleAlarm
 from halfstep.training.job import Job
 from halfstep.training.run.findings import Findings, shadow_finding
 from halfstep.training.run.health import Spikes
-from halfstep.training.session import Session, Tokens, Unread, Watched
+from halfstep.training.session import Session, Tokens, Unread
 from halfstep.training.telemetry.events import Events
 from halfstep.training.telemetry.meters import Meters
 
@@ -88,12 +88,15 @@ class Monitor:
         job: Job,
         events: Events,
         note: Callable[[str], None],
+        *,
+        changes_after: Callable[[int], bool] = lambda step: False,
     ):
+        """`changes_after` says after which steps the policy changes."""
         self.settings, self._last = config.monitor, config.training.steps
-        self._session: Watched | None = session if config.monitor.on else None
+        self._session: Session | None = session if config.monitor.on else None
         self._meters, self._job, self._events, self._note = meters, job, events, note
-        self._policy = session.policy
-        self._alarms = Alarms(session.policy.scale, config.training.rollback)
+        self._changes_after, self._rollback = changes_after, config.training.rollback
+        self._alarms = Alarms(session.policy.scale, self._rollback)
         self._why = ""  # the last alarm
         self._until = self._rest = -1  # the last step that is watched closely, and the last that raises no alarm
         self._next = 0  # the first step to sample while watching closely
@@ -107,7 +110,7 @@ class Monitor:
         if self._session is None:
             return
         layers = self._session.watch(self.settings.slice)
-        self._findings = Findings(layers, self._policy)
+        self._findings = Findings(layers, self._session.policy)
         written = [layer.to_dict() for layer in layers]
         every, slice = self.settings.every, self.settings.slice
         self._events.write("monitor", step=step, layers=written, every=every, slice=slice)
@@ -125,7 +128,7 @@ class Monitor:
 
     def _is_due(self, step: int) -> bool:
         every = min(RECORDS, self.settings.every) if step <= self._until else self.settings.every
-        return step % every == 0 or step == self._last
+        return step % every == 0 or step == self._last or self._changes_after(step)
 
     def read(self, step: int, numbers: Mapping[str, float]) -> None:
         """Takes the numbers of a step that is done, and records what was launched with it."""
@@ -200,6 +203,13 @@ class Monitor:
             self._shadowed.add(finding.key)
             self._events.write("finding", step=step, **finding.to_dict())
             self._note(f"step {step}: shadow: {finding.message}")
+
+    def change_policy(self, step: int) -> None:
+        """Begins to watch the layers of another policy, whose formats differ."""
+        self._unread.clear()
+        if self._session is not None:
+            self._alarms = Alarms(self._session.policy.scale, self._rollback)
+        self.start(step)
 
     def roll_back(self, step: int) -> None:
         """Forgets what steps have counted that a rollback gave up."""

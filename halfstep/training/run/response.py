@@ -15,6 +15,7 @@ from typing import Any
 
 from halfstep.core.audit.cause import Cause
 from halfstep.core.errors import ScalingError
+from halfstep.core.policy import Policy
 from halfstep.core.scaling import ScaleAlarm
 from halfstep.training.data.batches import Batches, Place, TokenBatch
 from halfstep.training.job import Job
@@ -48,6 +49,10 @@ class Responder:
         self._searched = -REST  # the step at which a cause was last sought
         self.health, self.batches, self.session, self.checkpointer = health, batches, session, checkpointer
         self.tally, self.alarm = tally, ScaleAlarm(session.policy.scale)
+
+    def change_policy(self, policy: Policy) -> None:
+        """Watches the loss scale of another policy from here on."""
+        self.alarm = ScaleAlarm(policy.scale)
 
     def check(self, step: int, numbers: Mapping[str, float]) -> None:
         """Raises RollBackError if the last steps should be given up, ScalingError if nothing helps."""

@@ -42,16 +42,20 @@ class Opened:
     warnings: list[str]
 
     @property
+    def step(self) -> int:
+        """How many steps its checkpoint has made."""
+        return 0 if self.saved is None else int(self.saved.manifest["step"])
+
+    @property
     def policy(self) -> str:
-        """The precision that the run has, of which a checkpoint may not know yet."""
+        """The precision that the run began with, or has since; a checkpoint may not know it yet."""
         named = read(self.written.policy).base != "auto"
-        return self.written.policy if named or self.saved is None else str(self.saved.manifest["policy"])
+        return self.written.policy if named or self.saved is None else folder.first_policy(self.saved.manifest)
 
     def restore(self, context: RunContext) -> int:
         """Puts the checkpoint into a session and releases its tensors; returns its step. Updates run.toml."""
-        saved, step = self.saved, 0
+        saved, step = self.saved, self.step
         if saved is not None:
-            step = int(saved.manifest["step"])
             check_same_data(saved.manifest, saved.path, context)
             context.batches.check_position(saved.manifest["data"]["position"])
             changed = context.load(saved)
@@ -124,7 +128,7 @@ def open_run(
             if saved is None:
                 raise folder.not_a_run(out)
             recorded = check_manifest(saved.manifest, saved.path)
-            written = folder.restore_config(out, replace(recorded, policy=saved.manifest["policy"]))
+            written = folder.restore_config(out, replace(recorded, policy=folder.first_policy(saved.manifest)))
             warnings.append(f"`{out}` had no run.toml: it was restored from `{saved.path}`")
         config = folder.with_origin(written, override(written, overrides) if config is None else config)
         folder.check_same_run(out, written, config, {setting_named(each) for each in overrides})
@@ -138,6 +142,7 @@ def open_run(
             check_manifest(saved.manifest, saved.path)
             folder.check_same_settings(out, saved.path, saved.manifest, config)
             folder.check_not_finished(out, saved.manifest, config)
+            folder.check_policy_runs(out, saved.manifest, config)
         return Opened(out, lock, config, written, saved, warnings)
     except BaseException:
         lock.release()

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from halfstep.config.policy_schedule import held_formats
 from halfstep.core.errors import HalfstepError
 from halfstep.core.state_format import OF_BACKEND, convert, widen
-from halfstep.training.run.manifest import held_formats
 from tests.conformance.session.sessions import as_bf16, masters, prove, session
 from tests.token_batches import batch
 

@@ -1,0 +1,177 @@
+"""Policies that change during a run: `[[schedule]]` in a recipe.
+
+    policy = "fp8-mixed"
+    [[schedule]]
+    from = 0.85               # after 85 % of the steps; a whole number is a number of steps
+    policy = "bf16-mixed"
+
+Masters and moments keep every bit when the policy changes, so a later policy must hold them in formats that hold
+all that an earlier one has learned. That is checked when a run begins, not when the change is due.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from halfstep.config.model import ModelConfig, module_names, owner, parameter_shapes
+from halfstep.config.schema import wrong
+from halfstep.core.errors import ConfigError, HalfstepError
+from halfstep.core.formats import Format
+from halfstep.core.policy import Policy, read
+from halfstep.core.state_format import OF_BACKEND, OF_POLICY, Stored, convert
+
+
+@dataclass(frozen=True)
+class ScheduleEntry:
+    """A policy that takes over during the run."""
+
+    from_: int | float
+    """How much of the run comes before: a whole number of steps, or a share of all steps, below 1."""
+    policy: str
+    """The policy from there on, as text."""
+
+    def after(self, steps: int) -> int:
+        """Returns after how many of a run's steps the policy takes over."""
+        return self.from_ if isinstance(self.from_, int) else round(self.from_ * steps)
+
+
+def check_entries(policy: str, entries: Sequence[ScheduleEntry], steps: int) -> None:
+    """Refuses a schedule with an entry that cannot be reached, or that names no policy or the one before it."""
+    last, before = 0, read(policy)
+    for i, entry in enumerate(entries):
+        where = f"schedule[{i}]"
+        if not (entry.from_ >= 1 if isinstance(entry.from_, int) else 0 < entry.from_ < 1):
+            allowed = "a share of the steps, above 0 and below 1, or a whole number of steps, at least 1"
+            raise wrong(f"{where}.from", entry.from_, allowed, hint="before it, the run has `policy`")
+        at = entry.after(steps)
+        said = f"{where}.from = {entry.from_}" + ("" if entry.from_ == at else f", which is step {at},")
+        if at >= steps:
+            raise ConfigError(
+                f"{said} leaves no step of {steps} for `{entry.policy}`",
+                hint=f"`from` is a share below 1, or a whole number below training.steps ({steps})",
+            )
+        if at <= last:
+            than = "the start of the run, which has `policy`" if last == 0 else f"step {last}, of the entry before"
+            raise ConfigError(
+                f"{said} does not come after {than}", hint="write entries in order, each later than the last"
+            )
+        try:
+            now = read(entry.policy)
+        except HalfstepError as error:
+            raise ConfigError(f'{where}.policy = "{entry.policy}": {error.message}', hint=error.hint) from None
+        if now.base == "auto":
+            raise ConfigError(
+                f'{where}.policy = "{entry.policy}" would be measured, which is done before a run begins',
+                hint="name the policy: `halfstep probe` measures what is fastest here",
+            )
+        if before.base != "auto" and now.build() == before.build():
+            raise ConfigError(
+                f'{where}.policy = "{entry.policy}" changes nothing: it is the policy before it',
+                hint="leave the entry out, or name another policy",
+            )
+        last, before = at, now
+
+
+def check_later(entries: Sequence[ScheduleEntry], check: Callable[[Policy], object]) -> None:
+    """Calls `check`, which refuses policies that cannot run, with those that take over later."""
+    for i, entry in enumerate(entries):
+        try:
+            check(Policy.parse(entry.policy))
+        except HalfstepError as error:
+            raise ConfigError(f"schedule[{i}].policy: {error.message}", hint=error.hint) from None
+
+
+@dataclass(frozen=True)
+class PolicySchedule:
+    """The policies of a run, each with the number of steps after which it takes over; the first one's is 0."""
+
+    phases: tuple[tuple[int, Policy], ...]
+
+    @classmethod
+    def of(cls, policy: Policy, entries: Sequence[ScheduleEntry], steps: int) -> "PolicySchedule":
+        """Returns the schedule of a run that begins with `policy`."""
+        later = ((entry.after(steps), Policy.parse(entry.policy)) for entry in entries)
+        return cls(((0, policy), *later))
+
+    @property
+    def policies(self) -> list[Policy]:
+        """The policies, in order."""
+        return [policy for _, policy in self.phases]
+
+    def of_step(self, step: int) -> Policy:
+        """Returns the policy of a step, counted from 1; before the first, the first one's."""
+        return next(policy for after, policy in reversed(self.phases) if after < max(1, step))
+
+    def changes_after(self, step: int) -> bool:
+        """Whether the step after this one has another policy."""
+        return self.of_step(step) != self.of_step(step + 1)
+
+    def record(self) -> list[dict[str, Any]]:
+        """Returns the schedule as manifests and events have it: in steps, from the first policy on."""
+        return [{"from": after, "policy": str(policy)} for after, policy in self.phases]
+
+    def check(self, model: ModelConfig) -> None:
+        """Refuses a policy that would round what the one before it has learned."""
+        for (_, before), (after, now) in zip(self.phases, self.phases[1:], strict=False):
+            was, will = (_held(policy, model) for policy in (before, now))
+            lossy = [key for key in was if not _fits(was[key], will[key])]
+            if lossy:
+                (parameter, role), more = lossy[0], len({name for name, _ in lossy}) - 1
+                others = f", and so for {more} other parameters" if more else ""
+                raise ConfigError(
+                    f"the policy `{now}`, after step {after}, would round what `{before}` has learned: {role} of "
+                    f"`{parameter}` is {was[lossy[0]]} before and {will[lossy[0]]} after{others}",
+                    hint=f"keep them: `{now},param={before.param.format},moments={before.moments}`; or name a "
+                    "policy with fp32 masters, such as bf16-mixed, fp16-mixed or fp8-mixed",
+                )
+
+
+def _held(policy: Policy, model: ModelConfig) -> dict[tuple[str, str], Format]:
+    shapes = parameter_shapes(model)
+    values: Mapping[str, Any] = policy.resolve([*module_names(model), *(n for n in shapes if "." not in n)])
+    formats: dict[tuple[str, str], Format] = {}
+    for parameter in shapes:
+        roles = values[owner(parameter)].values
+        formats |= {(parameter, "param"): roles["param"].format, (parameter, "moments"): roles["moments"]}
+    return formats
+
+
+def _fits(narrow: Format, wide: Format) -> bool:
+    """Whether one format holds every number of another."""
+    return (
+        narrow.mantissa_bits <= wide.mantissa_bits
+        and narrow.max_exponent <= wide.max_exponent
+        and narrow.smallest_subnormal >= wide.smallest_subnormal
+    )
+
+
+def held_formats(policy: Policy, model: ModelConfig, state: Mapping[str, Stored]) -> dict[str, Format]:
+    """Returns the formats that a policy gives the masters and moments of a state."""
+    formats, shapes = dict[str, Format](), parameter_shapes(model)
+    for (parameter, role), fmt in _held(policy, model).items():
+        if role == "param":
+            formats[f"model.{parameter}"] = fmt
+            continue
+        moments = [name for name in state if name.startswith("optimizer.") and f".{parameter}." in name]
+        formats |= {name: fmt for name in moments if len(state[name].shape) == len(shapes[parameter])}
+    return formats
+
+
+def carry_over(
+    given: Mapping[str, Stored],
+    ours: Mapping[str, Stored],
+    before: Policy,
+    now: Policy,
+    model: ModelConfig,
+    *,
+    crosses: bool = False,
+) -> dict[str, Stored]:
+    """Returns a state that the policy `before` left as a fresh run of the policy `now`, with `ours`, holds it.
+
+    What belongs to the policy `now` alone starts anew, and so does what belongs to a backend, if the run `crosses`
+    to another. A loss scale is kept if both policies scale alike, and so are amaxes of layers that both delay.
+    """
+    anew = tuple(each for each in OF_POLICY if each != "scale." or before.scale != now.scale)
+    state = convert(given, ours, held_formats(now, model, ours), anew + (OF_BACKEND if crosses else ()))
+    known = {} if crosses else {name: given[name] for name in state.keys() & given.keys()}
+    return state | {name: value for name, value in known.items() if name.startswith("amax.")}
