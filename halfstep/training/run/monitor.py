@@ -207,6 +207,7 @@ class Monitor:
     def change_policy(self, step: int) -> None:
         """Begins to watch the layers of another policy, whose formats differ."""
         self._unread.clear()
+        self._shadowed.clear()
         if self._session is not None:
             self._alarms = Alarms(self._session.policy.scale, self._rollback)
         self.start(step)
