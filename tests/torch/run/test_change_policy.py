@@ -18,7 +18,8 @@ def test_masters_and_moments_keep_every_bit(build):
     run = prepare(model, optimizer, SPLIT)
     run.step(lambda _: ((model(x) - y) ** 2).mean(), [0])
     weights = run.weights()
-    moments = [{k: v.clone() for k, v in state.items() if torch.is_tensor(v)} for state in optimizer.state.values()]
+    states = optimizer.state.values()
+    moments = [{key: v.clone() for key, v in each.items() if torch.is_tensor(v)} for each in states]
     run = prepare(run.unprepare(), optimizer, FP16)
     assert str(run.policy) == FP16
     assert all(torch.equal(master, weights[name]) for name, master in run.weights().items())
