@@ -88,9 +88,9 @@ def compare(
     there = is_there(a), is_there(b)
     if there[0] != there[1]:
         raise ConfigError(
-            f"`{a if there[0] else b}` is there to be read, and `{b if there[0] else a}` is a policy to train: "
-            "whether their weights and data are the same is unknown",
-            hint="name two policies, or two that are there",
+            f"`{a if there[0] else b}` names a file or folder, and `{b if there[0] else a}` a policy to train: "
+            "whether they would begin with the same weights and data is unknown",
+            hint="name two policies, two run folders or two logs",
         )
     if there[0]:
         _check_unused(recipe, seeds, steps, overrides + set_a + set_b, (ranks_a, ranks_b))
@@ -125,7 +125,7 @@ def _check_unused(
     given |= {"--set": bool(settings), "--ranks": ranks != (1, 1)}
     if named := [name for name, is_given in given.items() if is_given]:
         raise ConfigError(
-            f"{named[0]} is about training, and A and B are there to be read",
+            f"{named[0]} is about training, and A and B name what is already trained",
             hint="leave it out, or name policies",
         )
 

@@ -63,10 +63,10 @@ def test_two_settings_are_trained_and_compared(tmp_path, text, capsys, monkeypat
         (["fp32", "bf16-mixed", "--delta", "-1"], "is not a gap"),
         (["fp32", "bf16-mixed", "--column", "x"], "--column is of loss logs"),
         (["fp32", "bf16-mixed", "--set", "seed=3"], "--seeds says how many"),
-        (["fp32", "fp32", "--set-a", "model.layers=2"], "another model"),
+        (["fp32", "fp32", "--set-a", "model.layers=2"], "different settings of model"),
         (["fp32", "fp32", "--set-a", "backend=jax", "--ranks-a", "2"], "the backend is jax"),
         (["absent/run", "other/run"], "there is no file or folder `absent/run`"),
-        (["absent.csv", "fp32"], "is a policy to train"),
+        (["absent.csv", "fp32"], "names a file or folder, and `fp32` a policy to train"),
         (["a.csv", "b.csv", "--steps", "3"], "--steps is about training"),
     ],
 )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from halfstep.config.reading import MOST_TABLE, read_bytes
 from halfstep.core.compare import CompareError
-from halfstep.core.errors import how_to_install, one_of
+from halfstep.core.errors import how_to_install
 from halfstep.tools.compare.curves import HELD_OUT, LOSS, Curve, as_arrays
 from halfstep.training.files import os_errors
 
@@ -142,4 +142,4 @@ def _plain(name: str) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-    return one_of(list(names)[:20]) if list(names) else "none"
+    return ", ".join(f"`{name}`" for name in list(names)[:20]) or "none"

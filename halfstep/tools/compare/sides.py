@@ -49,7 +49,7 @@ def read_side(given: str, column: str | None = None) -> list[Curve]:
         return [read_run(path)]
     if runs := sorted(each for each in path.iterdir() if each.is_dir() and holds_run(each)):
         return [read_run(each) for each in runs]
-    if any(path.rglob(f"{EVENT_FILE}*")):
+    if any(path.glob(f"{EVENT_FILE}*")):
         return read_log(path, column)
     raise CompareError(f"`{path}` holds no run and no log", hint=f"name {_WHAT}")
 
@@ -98,8 +98,8 @@ def check_alike(first: RunConfig, second: RunConfig) -> None:
     for name in ("data", "model"):
         if getattr(first, name) != getattr(second, name):
             raise CompareError(
-                f"A and B would be trained with another {name}: their losses would say nothing about each other",
-                hint=f"give {name}.* to both, with --set",
+                f"A and B would be trained with different settings of {name}.*: their losses would say nothing about each other",
+                hint="give such a setting to both, with --set",
             )
 
 

@@ -71,7 +71,7 @@ def test_a_loss_that_is_not_a_number_has_diverged(tmp_path):
     ("text", "message", "hint"),
     [
         ("", "it is empty", "step,loss"),
-        ("step,a,b\n1,2,3\n", "no column that is called a loss", "`a` or `b`"),
+        ("step,a,b\n1,2,3\n", "no column that is called a loss", "`a`, `b`"),
         ("step,loss\nx,2\n", "the step is `x`", "line"),
         ("step,loss\n", "holds no numbers", "step,loss"),
         ("no numbers at all", "holds no numbers", "step,loss"),
