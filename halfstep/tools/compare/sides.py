@@ -98,8 +98,8 @@ def check_alike(first: RunConfig, second: RunConfig) -> None:
     for name in ("data", "model"):
         if getattr(first, name) != getattr(second, name):
             raise CompareError(
-                f"A and B would be trained with different settings of {name}.*: their losses would say nothing about "
-                "each other",
+                f"A and B would be trained with different settings of {name}.*: their losses would say nothing "
+                "about each other",
                 hint="give such a setting to both, with --set",
             )
 
