@@ -257,7 +257,8 @@ class Interpreter:
             return False
         if getattr(self.policy, ISLANDS[eqn.primitive.name]) != FP32:
             return False
-        return value.narrow or bool(value.kind) or operand.aval.dtype.itemsize < 4 or out in self.promoted
+        promoted = out in self.promoted and not value.free
+        return promoted or value.narrow or bool(value.kind) or operand.aval.dtype.itemsize < 4
 
     def _is_island(self, eqn: Any) -> bool:
         try:
