@@ -125,7 +125,6 @@ def test_mouse_and_keys_read_cells_and_choices_change_what_is_shown(browser, tmp
 
 
 @pytest.mark.prove
-@pytest.mark.prove
 def test_the_loss_beside_fp32_is_drawn_and_the_layers_outside_are_named(browser, tmp_path):
     opened(browser, render(watched_run(100), "x"), tmp_path)
     width = browser.run("document.querySelector('[data-chart=shadow] .plot canvas').width")
@@ -139,6 +138,7 @@ def test_the_loss_beside_fp32_is_drawn_and_the_layers_outside_are_named(browser,
     assert browser.complaints == []
 
 
+@pytest.mark.prove
 def test_the_numbers_of_every_chart_are_one_click_away(browser, tmp_path):
     opened(browser, render(watched_run(), "a run"), tmp_path)
     files = tmp_path / "files"
