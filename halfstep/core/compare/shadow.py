@@ -6,11 +6,12 @@ Of a layer, a is the gradient as the policy gives it and b the one in fp32; |.| 
     norm_ratio    |a| / |b|
     sqnr          10 log10(|b|^2 / |a - b|^2), in dB; infinite if both are equal
 
-**The noise band.** The fp32 step is run DRAWS times with every operand of every matmul moved by half an ulp of the
-compute format, up or down at random: as far as rounding to nearest can move a number. A policy that does no more
-than round its operands gives numbers like these draws. The band is the prediction interval of one more draw
-(Student's t, DRAWS - 1 degrees of freedom), wide enough that all layers and the loss together leave it by chance
-in one of a hundred shadows. Cosines are compared by the logarithm of their distance from 1, norms by theirs.
+**The noise band.** The fp32 step is run DRAWS times with every operand of every matmul moved by half an ulp of
+the compute format, up or down at random: as far as rounding to nearest can move a number. So is every sum of
+the residual stream. A policy that does no more than round these gives numbers like the draws. The band is the
+prediction interval of one more draw (Student's t, DRAWS - 1 degrees of freedom), wide enough that all layers
+and the loss together leave it by chance in one of a hundred shadows. Cosines are compared by the logarithm of
+their distance from 1, norms by theirs.
 """
 
 import math

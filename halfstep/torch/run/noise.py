@@ -8,7 +8,8 @@ another mask than in bf16. So the first pass keeps what its random operations re
 **Noise.** Every operand of a matmul, a convolution or fused attention is moved by half an ulp of the format that
 its module has for operands, up or down by a hash of its bits and of the draw. As with rounding, equal numbers move
 alike: a weight is the same in the forward and in the backward pass. What an amax scales (fp8) has the ulps of the
-scaled numbers; in the backward pass, the coarser of both formats counts. No number moves beyond zero.
+scaled numbers; in the backward pass, the coarser of both formats counts. No number moves beyond zero. Sums of two
+activations, as of the residual stream and its gradient, which every block rounds once more, move in the same way.
 """
 
 from collections.abc import Mapping
@@ -118,12 +119,16 @@ class PassMode(TorchDispatchMode):
             return self._draws.draw(name, func, args, kwargs)
         if name.startswith(_ATTENTION):
             _check_dropout(func, args, kwargs)
-        if self._precisions is not None:
-            args = self._moved(name, args)
-        return func(*args, **kwargs)
-
-    def _moved(self, name: str, args: Any) -> Any:
+        if self._precisions is None:
+            return func(*args, **kwargs)
         node = torch._C._current_autograd_node()
+        returned = func(*self._moved(name, args, node), **kwargs)
+        if name in ("add", "add_") and _is_stream(*args[:2]) and "AccumulateGrad" not in str(node and node.name()):
+            base = self._precisions.get("") or Precision()
+            returned.copy_(half_ulp(returned.detach(), base.compute if node is None else base.grad, self._draw))
+        return returned
+
+    def _moved(self, name: str, args: Any, node: Any) -> Any:
         if node is None:
             newest = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
             self._modules.setdefault(newest, self._running[-1])
@@ -144,6 +149,12 @@ class PassMode(TorchDispatchMode):
         precision = self._precisions.get(module) or Precision()
         operands = precision.operands if backward else (precision.operand,)
         return min((operand.format for operand in operands), key=lambda fmt: fmt.mantissa_bits)
+
+
+def _is_stream(a: Any, b: Any) -> bool:
+    """Whether two tensors are activations of one shape, as the residual stream and its gradient are summed."""
+    both = isinstance(a, Tensor) and isinstance(b, Tensor)
+    return both and a.dtype is b.dtype is torch.float32 and a.shape == b.shape and a.dim() > 2
 
 
 def _check_dropout(func: Any, args: Any, kwargs: Any) -> None:

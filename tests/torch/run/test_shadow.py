@@ -58,6 +58,13 @@ def test_a_policy_that_only_rounds_its_operands_is_inside(policy):
 
 
 @pytest.mark.prove
+def test_a_deep_model_whose_stream_is_rounded_at_every_block_is_inside():
+    session = tiny("bf16-mixed,emulate=true", "model.layers=12")
+    result = session.shadow(batch(1, session))
+    assert (result.outside, result.loss_outside) == ([], False)
+
+
+@pytest.mark.prove
 @pytest.mark.parametrize("policy", ["fp32", "bf16-mixed,emulate=true", "fp8-mixed,emulate=true"])
 def test_the_recipe_tiny_is_inside_at_every_step(policy):
     session = tiny(policy, "model.layers=2", "model.width=32")
