@@ -104,13 +104,14 @@ class Made:
 
     compiled = False
     named: str | None = None
-    device: str | None = None
 
     def __init__(self, name: str):
         from halfstep.tools.audit.factory import find
+        from halfstep.torch.tuning.trial import place_of
 
         self._name, self._factory = name, find(*name.split(":"))
         made = self._make(0)
+        self.device: str | None = place_of(made)
         one = "it gives one batch, which is trained on and judged by: there is no held-out loss"
         self.note = one if len(made) == 4 else ""
 

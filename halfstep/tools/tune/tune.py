@@ -22,7 +22,7 @@ from halfstep.config.reading import read_bytes
 from halfstep.core.compare import Verdict, seed_spread, verdict
 from halfstep.core.errors import ConfigError
 from halfstep.core.policy import Policy
-from halfstep.core.roles import Operand, parse_value
+from halfstep.core.roles import Operand, is_narrow, parse_value
 from halfstep.tools.tune.rules import Wanted, changed, formats_of
 from halfstep.tools.tune.search import Assignment, Found, Option, search
 from halfstep.tools.tune.targets import Target
@@ -212,7 +212,9 @@ class Tuner:
         for layer in study.layers:
             if ruled.get(layer.name) is not None:
                 kept[layer.name] = f"the base has a rule for it, `{ruled[layer.name]}`"
-            elif self.unit == "s" and layer.misfit:
+            elif (
+                layer.misfit and self._tries_fp8()
+            ):  # also where it is emulated: the policy is for a device that has it
                 kept[layer.name] = layer.misfit
             else:
                 layers.append(layer)
@@ -221,19 +223,27 @@ class Tuner:
                 "there is no matmul to tune" + "".join(f"; `{name}`: {why}" for name, why in [*kept.items()][:1]),
                 hint="name a --base without rules for them",
             )
-        damages: dict[str, dict[str, dict[str, float]]] = {}
+        damages = self.known.setdefault("damages", {})
         roles = [(role, text) for role in ("compute", "grad") for text in getattr(self.settings, role)]
         self._total += len(layers) * len(roles)
         for layer in layers:
-            for role, text in roles:
+            found: dict[str, dict[str, float]] = {"compute": {}, "grad": {}}
+            for role, text in roles if layer.name not in damages else ():
                 self._words = f"{layer.name} with {role} in {text}"
                 policy, _ = changed(self.base, [layer.name], {layer.name: Option(**{role: text})})
-                damages.setdefault(layer.name, {}).setdefault(role, {})[text] = study.lost(policy)
+                found[role][text] = study.lost(policy)
                 self._advance(self._done + 1)
+            if layer.name not in damages:
+                damages[layer.name] = found
+                self._write()
         costs = {layer.name: self._costs(layer, study) for layer in layers}
-        self.known["study"] = {"damages": damages, "costs": costs, "kept": kept}
+        self.known["study"] = {"damages": self.known.pop("damages"), "costs": costs, "kept": kept}
         self._write()
         return self.known["study"]  # type: ignore[no-any-return]
+
+    def _tries_fp8(self) -> bool:
+        operands = [parse_value("compute", text) for text in self.settings.compute]
+        return any(isinstance(operand, Operand) and is_narrow(operand.format) for operand in operands)
 
     def _costs(self, layer: Any, study: Any) -> dict[str, float]:
         """Returns what each pair of formats costs in a layer, by `compute grad`."""

@@ -31,9 +31,6 @@ class Trial:
 
     def __init__(self, made: Sequence[Any], policy: Policy, seed: int):
         model, optimizer, self.loss_fn = made[:3]
-        if not isinstance(model, nn.Module) or not callable(self.loss_fn):
-            kinds = f"{type(model).__name__} and {type(self.loss_fn).__name__}"
-            raise ConfigError(f"the factory returned {kinds} for a model and a loss function", hint=FORM)
         self.batches, self.held_out = _data(made)
         self.policy, self.seed = policy, seed
         self.run: Run = prepare(model, optimizer, policy, seed=seed)
@@ -64,6 +61,16 @@ class Trial:
     def study(self) -> Study:
         """Returns the model as it is now, to see what its gradients notice."""
         return Study(self.run, self.loss_fn, self.batches[:STUDIED])
+
+
+def place_of(made: Sequence[Any]) -> str:
+    """Returns the device of what a factory made; refuses what is not a model with a loss and batches."""
+    model, _, loss_fn = made[:3]
+    if not isinstance(model, nn.Module) or not callable(loss_fn):
+        kinds = f"{type(model).__name__} and {type(loss_fn).__name__}"
+        raise ConfigError(f"the factory returned {kinds} for a model and a loss function", hint=FORM)
+    _data(made)
+    return str(device_of(model))
 
 
 def _data(made: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:

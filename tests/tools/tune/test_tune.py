@@ -98,6 +98,38 @@ def test_nothing_is_trained_twice(tmp_path):
     assert third.trained == []
 
 
+def test_study_that_was_interrupted_continues(tmp_path):
+    class Stops(Fake):
+        def study(self, *args):
+            made, asked = super().study(*args), []
+
+            def lost(policy):
+                if len(asked) == 7:
+                    raise KeyboardInterrupt
+                asked.append(policy)
+                return 5e-3
+
+            return SimpleNamespace(**{**vars(made), "lost": lost})
+
+    with pytest.raises(KeyboardInterrupt):
+        tuned(Stops(), tmp_path)
+    found = tuned(Fake(), tmp_path)
+    # Two modules in three formats were known; of the third, nothing was kept.
+    assert [found.rows[name][1].damage for name in NAMES[:3]] == [5e-3, 5e-3, 1e-3]
+
+
+def test_layer_that_no_fp8_kernel_takes_is_left_alone(tmp_path):
+    class Odd(Fake):
+        def study(self, *args):
+            made = super().study(*args)
+            made.layers[0] = MatmulLayer(NAMES[0], ((200, 64),), 128)
+            return made
+
+    found = tuned(Odd(), tmp_path)
+    assert "200 features" in found.kept[NAMES[0]]
+    assert NAMES[0] not in found.found.assignment
+
+
 def test_folder_of_other_settings_is_refused(tmp_path):
     tuned(Fake(), tmp_path)
     with pytest.raises(ConfigError, match="holds a search with steps = 10, and this one has 20") as caught:
@@ -214,6 +246,7 @@ def test_settings_that_cannot_be_meant_are_refused(change, says, tmp_path):
         ("tests.torch.tuning.models:net", ("seed=1",), "--set seed=1 is for recipes"),
         ("tests.torch.tuning.models:without_data", (), "returned 2 values, and no data to train on"),
         ("tests.torch.tuning.models:alone", (), "returned a Linear"),
+        ("tests.torch.tuning.models:no_batches", (), "an empty list for the batches to train on"),
     ],
 )
 def test_targets_that_cannot_be_tuned_are_refused(name, overrides, says, tmp_path):
