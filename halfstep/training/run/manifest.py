@@ -28,7 +28,7 @@ import safetensors
 
 from halfstep import __version__
 from halfstep.config.flops import flops_per_token
-from halfstep.config.policy_schedule import PolicySchedule, carry_over
+from halfstep.config.policy_schedule import PolicySchedule, ScheduleEntry, carry_over
 from halfstep.config.run import Backend, RunConfig, TrainingConfig, in_words
 from halfstep.config.schema import Count, build, to_table
 from halfstep.core.choice import Choice
@@ -102,6 +102,7 @@ class Resumable(Recorded):
     choice: Choice | None
     guard: RecordedHealth
     changes: tuple[SettingsChange, ...] = ()
+    schedule: tuple[ScheduleEntry, ...] = ()
 
 
 @dataclass
