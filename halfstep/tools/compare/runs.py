@@ -32,6 +32,7 @@ from halfstep.training.telemetry.progress import StepProgress, lossy
 
 # Called with steps done, steps in all, and what is being trained.
 OnProgress = Callable[[int, int, str], None]
+Hooks = tuple[Callable[[int], None], Callable[[str], None]]  # for steps and for warnings
 RECORDS = 20  # of each layer, over a run
 
 
@@ -80,11 +81,22 @@ def train_ways(
     *,
     out: Path,
     device: str | None = None,
+    on_warning: Callable[[str], None] = lambda words: None,
 ) -> dict[str, dict[int, Curve]]:
-    """Trains each way with each seed, seed by seed, so that what was interrupted leaves whole pairs."""
+    """Trains each way with each seed, seed by seed, so that what was interrupted leaves whole pairs.
+
+    `on_warning` gets each warning of the runs once, such as that this machine has to emulate a format.
+    """
     total = len(seeds) * sum(way.config.training.steps for way in ways)
     corpora: dict[str, Corpus] = {}
+    warned: set[str] = set()
     done = 0
+
+    def warn(words: str) -> None:
+        if words not in warned:
+            warned.add(words)
+            on_warning(words)
+
     curves: dict[str, dict[int, Curve]] = {way.name: {} for way in ways}
     for seed in seeds:
         for way in ways:
@@ -99,7 +111,7 @@ def train_ways(
             if way.ranks > 1:
                 curves[way.name][seed] = _train_ranks(config, way.ranks, place, device)
             else:
-                curves[way.name][seed] = _train(config, place, corpora, device, report)
+                curves[way.name][seed] = _train(config, place, corpora, device, (report, warn))
             done += config.training.steps
     on_progress(total, total, "")
     return curves
@@ -112,9 +124,7 @@ def folder_name(way: Way) -> str:
     return f"{re.sub('[^A-Za-z0-9.-]+', '-', way.name)[:40].strip('-.')}-{digest}"
 
 
-def _train(
-    config: RunConfig, out: Path, corpora: dict[str, Corpus], device: str | None, report: Callable[[int], None]
-) -> Curve:
+def _train(config: RunConfig, out: Path, corpora: dict[str, Corpus], device: str | None, hooks: Hooks) -> Curve:
     """Trains one run, or the rest of it; what diverged is a result and not an error."""
     if (out / EVENTS).exists() and ((known := read_finished(out)) is not None):
         return known
@@ -135,8 +145,9 @@ def _train(
         opened=opened,
         choice=choice,
         device=device,
+        warnings=policy.warnings,
         corpus=corpora[source],
-        progress=lambda total, start, stream: _Report(total, start, report),
+        progress=lambda total, start, stream: _Report(total, start, *hooks),
     )
     try:
         outcome = loop.run()
@@ -192,10 +203,15 @@ def _without_memory(curve: Curve) -> Curve:
 class _Report(StepProgress):
     """The progress of one of several runs: their caller shows it."""
 
-    def __init__(self, total: int, start: int, report: Callable[[int], None]):
+    def __init__(self, total: int, start: int, report: Callable[[int], None], warn: Callable[[str], None]):
         silent: TextIO = lossy(None)
         super().__init__(total, start, silent)
-        self._report = report
+        self._report, self._warn = report, warn
+
+    def note(self, text: str) -> None:
+        """Passes warnings on; the other lines of a run are in its record."""
+        if text.startswith("warning: "):
+            self._warn(text)
 
     def update(self, step: int, **_: Any) -> None:
         """Reports the step."""

@@ -8,7 +8,7 @@ import pytest
 
 from halfstep.config.load import load
 from halfstep.config.run import RunConfig
-from halfstep.tools.compare.runs import StoppedError, paired
+from halfstep.tools.compare.runs import StoppedError, Way, paired, shortened, train_ways
 from halfstep.training.loop import Loop
 from halfstep.training.telemetry.events import read_events
 
@@ -84,3 +84,10 @@ def test_progress_counts_the_steps_of_all_runs(config: RunConfig, tmp_path: Path
     assert [done for done, _, _ in reports] == [0, 1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
     assert {total for _, total, _ in reports} == {8}
     assert reports[1][2] == "fp32, seed 0"
+
+
+def test_a_warning_of_all_runs_is_passed_on_once(config: RunConfig, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("halfstep.training.loop.slow_formats", lambda policy, device: ["bf16 is slow here"])
+    warnings: list[str] = []
+    train_ways([Way("fp32", shortened(config, 1))], [0, 1], out=tmp_path / "out", on_warning=warnings.append)
+    assert warnings == ["warning: bf16 is slow here"]
