@@ -1,0 +1,1 @@
+"""One training step without a device: what it would allocate, multiply and move, for `halfstep plan`."""

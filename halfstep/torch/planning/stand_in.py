@@ -1,0 +1,93 @@
+"""The meta device in place of a GPU: code takes the branches that it takes there, and kernels compute nothing.
+
+A tensor on the meta device has a shape, a dtype and a storage without memory. Inside `stand_in`, it says that it
+is on an NVIDIA GPU, halfstep's own kernels are launched as nothing, fused attention is chosen where a GPU has it,
+and what a device supports is what the hardware of a machine file does.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from halfstep.core.devices import Device, computes
+from halfstep.torch import dtypes
+from halfstep.torch.convert import fp8_choice
+from halfstep.torch.kernels import launch
+
+_ATEN = torch.ops.aten
+
+
+@contextmanager
+def stand_in(hardware: Device) -> Iterator[None]:
+    """Inside, the meta device is this hardware."""
+    gpu = hardware.kind in ("nvidia", "amd")
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Tensor, "is_cuda", property(lambda t: gpu and t.device.type == "meta"), create=True))
+        stack.enter_context(patch.object(Tensor, "is_meta", property(lambda t: False), create=True))
+        stack.enter_context(patch.object(Tensor, "pin_memory", lambda t, *_: t))
+        stack.enter_context(patch.object(fp8_choice, "product_failure", _fails(hardware)))
+        stack.enter_context(patch.dict(fp8_choice.ROWS_INTO_FP32, {"meta": True}))
+        for module in _modules_with("launch", launch.launch):
+            stack.enter_context(patch.object(module, "launch", _nothing))
+        for module in _modules_with("describe", dtypes.describe):
+            stack.enter_context(patch.object(module, "describe", lambda device: hardware))
+        for module in _modules_with("supported", dtypes.supported):
+            stack.enter_context(patch.object(module, "supported", _supported(hardware)))
+        library = Library("aten", "IMPL")
+        library.impl("scaled_dot_product_attention", _attention, "AutogradMeta", allow_override=True)
+        stack.callback(library._destroy)
+        yield
+
+
+def _modules_with(name: str, function: Any) -> list[Any]:
+    import sys
+
+    found = [m for key, m in [*sys.modules.items()] if key.startswith("halfstep.torch")]
+    return [module for module in found if module.__dict__.get(name) is function]
+
+
+def _nothing(*args: Any, **options: Any) -> None:
+    """A kernel that is not launched."""
+
+
+def _supported(hardware: Device) -> Any:
+    def supported(fmt: Any, device: Any, *, emulate: bool = False) -> Any:
+        return dtypes.emulated(fmt, "tensors") if emulate else dtypes.answer(fmt, hardware)
+
+    return supported
+
+
+def _fails(hardware: Device) -> Any:
+    def failure(left: Any, right: Any, device: Any, **_: Any) -> str:
+        support = computes(left, hardware, "torch", "")
+        return "" if support else support.reason
+
+    return failure
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: Any = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    if q.dtype in (torch.bfloat16, torch.float16) and attn_mask is None and q.ndim == 4:
+        fused = _ATEN._scaled_dot_product_flash_attention
+        return fused(q, k, v, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
+    if enable_gqa:
+        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+    if q.ndim == 4:
+        bias = None if attn_mask is None else _as_bias(attn_mask, q)
+        fused = _ATEN._scaled_dot_product_efficient_attention
+        return fused(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    return _ATEN._scaled_dot_product_attention_math(q, k, v, attn_mask, dropout_p, is_causal)[0]  # type: ignore
+
+
+def _as_bias(mask: Tensor, q: Tensor) -> Tensor:
+    """Returns a mask as numbers that are added, as torch makes them of booleans."""
+    if mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=q.dtype)
+    return mask.expand(q.shape[0], q.shape[1], q.shape[2], mask.shape[-1])

@@ -1,0 +1,132 @@
+"""Follows the memory of every operation that torch runs on one kind of device, and counts its arithmetic.
+
+A storage counts from the operation that makes it to the moment when nothing refers to it any more: autograd,
+a module, an optimizer. On the meta device operations have shapes and no numbers, so a step of any size is followed
+in seconds; on a real device the same bytes are found.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from halfstep.torch.planning.ledger import Ledger
+
+_ATEN = torch.ops.aten
+# What the backward pass of fused attention adds up in fp32 beside its results: the gradient of the queries.
+ATTENTION_BACKWARD = {
+    "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_cudnn_attention_backward",
+    "_scaled_dot_product_efficient_attention_backward",
+}
+# Operations that launch nothing.
+_FREE = {"detach", "alias", "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "lift_fresh"}
+
+
+@dataclass(frozen=True)
+class Work:
+    """One kernel, or several that are the same."""
+
+    kind: str  # matmul, attention or bytes
+    format: str  # dtype of the operands
+    shape: tuple[int, ...]  # of a matmul: rows, summed, columns
+    flops: int
+    nbytes: int  # that it reads and writes
+    phase: str
+
+
+@dataclass
+class Trace:
+    """What a step did."""
+
+    ledger: Ledger = field(default_factory=Ledger)
+    work: list[Work] = field(default_factory=list)
+    phase: str = "setup"
+    launches: int = 0
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Inside, what happens belongs to a phase."""
+        before, self.phase = self.phase, phase
+        yield
+        self.phase = before
+
+
+class Tracker(TorchDispatchMode):
+    """Fills a trace while it is entered."""
+
+    def __init__(self, trace: Trace, device: str):
+        super().__init__()
+        self.trace, self.device = trace, device
+        self.keys: dict[int, int] = {}  # address of a storage -> its allocation
+        self._refs: dict[int, Any] = {}
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Compiled code is traced below this mode."""
+        return True
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the operation, and notes what it made."""
+        out = function(*args, **(kwargs or {}))
+        self.note(function, args, kwargs or {}, out)
+        return out
+
+    def note(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Notes an operation that was run."""
+        made = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and t.device.type == self.device]
+        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        name = function._schema.name.partition("::")[2]
+        view = bool(made) and all(self.follow(t) is False for t in made)
+        if not made or (view and not function._schema.is_mutable) or name in _FREE:
+            return
+        self.trace.work.append(work_of(function, name, given, made, args, kwargs, out, self.trace.phase))
+        self.trace.launches += 1
+        if name in ATTENTION_BACKWARD:
+            self.trace.ledger.passing(4 * given[1].numel(), self.trace.phase)
+
+    def follow(self, tensor: Tensor) -> bool:
+        """Notes the memory of a tensor; whether it is new."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self.keys:
+            return False
+        shape = tuple(tensor.shape)
+        key = self.keys[address] = self.trace.ledger.allocate(storage.nbytes(), self.trace.phase, shape)
+        self._refs[address] = weakref.ref(storage, lambda _: self._forget(address, key))
+        return True
+
+    def key_of(self, tensor: Tensor) -> int | None:
+        """Returns the allocation that a tensor is in."""
+        return self.keys.get(tensor.untyped_storage()._cdata)
+
+    def _forget(self, address: int, key: int) -> None:
+        self.keys.pop(address, None)
+        self._refs.pop(address, None)
+        self.trace.ledger.free(key)
+
+
+def work_of(
+    function: Any, name: str, given: list[Tensor], made: list[Tensor], args: Any, kwargs: Any, out: Any, phase: str
+) -> Work:
+    """Describes an operation."""
+    nbytes = sum(t.numel() * t.element_size() for t in {id(t): t for t in (*given, *made)}.values())
+    count = flop_registry.get(function._overloadpacket)
+    if count is None:
+        return Work("bytes", "", (), 0, nbytes, phase)
+    flops = int(count(*args, **kwargs, out_val=out))
+    dtype = str(given[-1].dtype).removeprefix("torch.")
+    if "attention" in name:
+        # Kernels skip what a causal mask hides; as if it did not, in config/flops.py and torch's counter.
+        return Work("attention", dtype, tuple(given[-1].shape), flops, nbytes, phase)
+    a, b = [t for t in given if t.ndim >= 2][-2:]
+    lead = a.shape[0] if a.ndim == 3 else 1
+    return Work("matmul", str(a.dtype).removeprefix("torch."), (lead * a.shape[-2], a.shape[-1], b.shape[-1]),
+                flops, nbytes, phase)  # fmt: skip
