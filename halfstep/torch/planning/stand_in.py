@@ -12,6 +12,8 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._dynamo.variables import ConstantVariable
+from torch._dynamo.variables.tensor import TensorVariable
 from torch.library import Library
 
 from halfstep.core.devices import Device, computes
@@ -23,8 +25,8 @@ _ATEN = torch.ops.aten
 
 
 @contextmanager
-def stand_in(hardware: Device) -> Iterator[None]:
-    """Inside, the meta device is this hardware."""
+def stand_in(hardware: Device, *, compiled: bool = False) -> Iterator[None]:
+    """Inside, the meta device is this hardware; `compiled` if graphs are made of what runs there."""
     gpu = hardware.kind in ("nvidia", "amd")
     with ExitStack() as stack:
         stack.enter_context(patch.object(Tensor, "is_cuda", property(lambda t: gpu and t.device.type == "meta"), create=True))
@@ -40,6 +42,12 @@ def stand_in(hardware: Device) -> Iterator[None]:
             stack.enter_context(patch.object(module, "supported", _supported(hardware)))
         library = Library("aten", "IMPL")
         library.impl("scaled_dot_product_attention", _attention, "AutogradMeta", allow_override=True)
+        if compiled:
+            library.impl("nll_loss_nd", _picked, "AutogradMeta", allow_override=True)
+            library.impl("where.ScalarOther", lambda c, x, y: torch.where(c, x, _number(y, x)), "AutogradMeta")
+            library.impl("where.ScalarSelf", lambda c, x, y: torch.where(c, _number(x, y), y), "AutogradMeta")
+            for name, value in {"is_cuda": gpu, "is_meta": False}.items():
+                stack.enter_context(patch.object(TensorVariable, f"method_attr_{name}", _says(value), create=True))
         stack.callback(library._destroy)
         yield
 
@@ -84,6 +92,30 @@ def _attention(
         fused = _ATEN._scaled_dot_product_efficient_attention
         return fused(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
     return _ATEN._scaled_dot_product_attention_math(q, k, v, attn_mask, dropout_p, is_causal)[0]  # type: ignore
+
+
+def _picked(
+    x: Tensor, target: Tensor, weight: Any = None, reduction: int = 1, ignore_index: int = -100
+) -> Tensor:
+    """The negative log-likelihood: autograd of torch's own finds no gradient in a graph of the meta device.
+
+    Its gradient is pointwise, as inductor makes it of the scatter in torch's own.
+    """
+    dim, here = min(1, x.ndim - 1), target != ignore_index
+    classes = torch.arange(x.shape[dim], device=x.device).view(-1, *[1] * (x.ndim - 1 - dim))
+    picked = -(x * (classes == target.unsqueeze(dim))).sum(dim) * here
+    if reduction == 0:
+        return picked
+    return picked.sum() / here.sum() if reduction == 1 else picked.sum()
+
+
+def _number(value: Any, beside: Tensor) -> Tensor:
+    """A number as a tensor on the meta device: autograd finds no gradient beside one on the CPU."""
+    return torch.full((), value, dtype=beside.dtype, device=beside.device)
+
+
+def _says(value: bool) -> Any:
+    return lambda variable, tx: ConstantVariable.create(value)
 
 
 def _as_bias(mask: Tensor, q: Tensor) -> Tensor:

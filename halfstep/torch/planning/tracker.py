@@ -67,6 +67,7 @@ class Tracker(TorchDispatchMode):
         self.trace, self.device = trace, device
         self.keys: dict[int, int] = {}  # address of a storage -> its allocation
         self._refs: dict[int, Any] = {}
+        self._gone: set[int] = set()
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -107,10 +108,16 @@ class Tracker(TorchDispatchMode):
         """Returns the allocation that a tensor is in."""
         return self.keys.get(tensor.untyped_storage()._cdata)
 
+    def drop(self, key: int) -> None:
+        """Notes that memory is freed, now or before the tensor that is in it is gone."""
+        if key not in self._gone:
+            self._gone.add(key)
+            self.trace.ledger.free(key)
+
     def _forget(self, address: int, key: int) -> None:
         self.keys.pop(address, None)
         self._refs.pop(address, None)
-        self.trace.ledger.free(key)
+        self.drop(key)
 
 
 def work_of(

@@ -1,0 +1,272 @@
+"""What compiled code holds: the graphs that torch.compile makes, and a model of the kernels inductor makes of them.
+
+dynamo, AOTAutograd and the partitioner run as they do for inductor, so what the forward pass keeps for the backward
+pass is what inductor keeps. Of each graph, these have memory (as inductor's lowering decides):
+
+    results of matmuls, attention and other kernels that are called, and of reductions
+    pointwise results that such a kernel reads, that the graph returns, or that several operations read and that are
+    made of more than READS buffers or OPERATIONS operations
+
+Other pointwise results are computed where they are read. A result that is read only by operations that one kernel
+can hold with it has no memory either. A buffer is freed after the last kernel that reads it; a pointwise kernel
+writes over a buffer of the same size that nothing reads any more.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.flop_counter import flop_registry
+
+from halfstep.torch.planning.ledger import rounded
+from halfstep.torch.planning.tracker import ATTENTION_BACKWARD, Tracker, Work, work_of
+
+READS, OPERATIONS = 4, 30  # inductor's realize_reads_threshold and realize_opcount_threshold
+_VIEWS = {
+    "view", "_unsafe_view", "reshape", "permute", "t", "transpose", "expand", "slice", "select", "squeeze",
+    "unsqueeze", "alias", "detach", "as_strided", "split", "split_with_sizes", "unbind", "diagonal", "lift_fresh_copy",
+    "broadcast_in_dim",
+}  # fmt: skip
+# Kernels that are called, besides those that have arithmetic in torch's table.
+_CALLED = ("scatter_add", "scatter_reduce", "index_put", "index_add", "embedding_dense", "sort", "topk", "cumsum", "convolution")
+_REDUCTIONS = {"sum", "mean", "amax", "amin", "max", "min", "var_mean", "var", "prod", "argmax", "argmin", "any", "all"}
+
+
+def backend(tracker: Tracker) -> Callable[..., Any]:
+    """Returns a backend for torch.compile, whose code allocates as inductor's would, and computes nothing."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    def partition(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        _remove_aliases(graph)
+        return min_cut_rematerialization_partition(graph, inputs, compiler="inductor", **options)
+
+    def compiler(graph: fx.GraphModule, _: Any) -> Any:
+        return partial(_play, Kernels(graph), tracker)
+
+    def compile(graph: fx.GraphModule, inputs: Any) -> Any:
+        with torch._functorch.config.patch(donated_buffer=False):
+            made = aot_autograd(
+                fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler, partition_fn=partition,
+                decompositions=select_decomp_table(),
+            )  # fmt: skip
+            return made(graph, inputs)
+
+    return compile
+
+
+def _remove_aliases(module: fx.GraphModule) -> None:
+    """Removes operations that do nothing, as inductor does before the partitioner sees them: it would keep both."""
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and _name(node) in ("alias", "detach"):
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+    module.recompile()
+
+
+class Kernels:
+    """The buffers of a graph, where each is made, and by which kernels each is read."""
+
+    def __init__(self, module: fx.GraphModule):
+        self.nodes = list(module.graph.nodes)
+        self.inputs = [node for node in self.nodes if node.op == "placeholder"]
+        self.output = list(next(node for node in self.nodes if node.op == "output").args[0])
+        self.roots: dict[fx.Node, fx.Node] = {}
+        self.levels: dict[fx.Node, int] = {}
+        self.reads: dict[fx.Node, frozenset[fx.Node]] = {}  # buffers that a node reads, itself if it is one
+        self.operations: dict[fx.Node, int] = {}
+        self.sources: dict[fx.Node, frozenset[fx.Node]] = {}  # what the kernel that makes a buffer reads
+        self.buffers: list[fx.Node] = []
+        self.several: list[fx.Node] = []  # kernels with several results, which are buffers
+        returned = {_root(node) for node in self.output if isinstance(node, fx.Node)}
+        for node in self.nodes:
+            if node.op not in ("output",):
+                self._place(node, node in returned)
+        last: dict[fx.Node, int] = {}
+        place = {node: i for i, node in enumerate(self.buffers)}
+        for buffer in self.buffers:
+            for read in self.sources[buffer]:
+                last[read] = max(last.get(read, -1), place[buffer])
+        self.kept = returned
+        self.ends: dict[int, list[fx.Node]] = {}  # buffers whose last reader is the one at a place
+        for node, at in last.items():
+            if node not in returned:
+                self.ends.setdefault(at, []).append(node)
+        self.unread = {b for b in self.buffers if b not in last and b not in returned}
+
+    def _place(self, node: fx.Node, returned: bool) -> None:
+        given = [_root(n) for n in node.all_input_nodes]
+        level = max((self.levels[n] for n in given), default=0)
+        if node.op != "call_function":
+            self.levels[node], self.reads[node], self.operations[node] = 0, frozenset([node]), 0
+            return
+        if _root(node) is not node:
+            return
+        if node.target is operator.getitem:  # one of several results, each with memory of its own
+            self.levels[node], self.operations[node], self.sources[node] = level, 0, self.reads[given[0]]
+            self.reads[node] = frozenset([node])
+            self.buffers.append(node)
+            return
+        called, barrier = is_called(node), is_barrier(node)
+        self.levels[node] = level + (called or barrier)
+        sources = frozenset().union(*(self.reads[n] for n in given)) if given else frozenset()
+        self.operations[node] = 1 + sum(self.operations[n] for n in {*given} if n not in self.sources)
+        if isinstance(node.meta.get("val"), (tuple, list)):
+            self.reads[node] = sources
+            self.several.append(node)
+        elif called or _reduces(node) or returned or self._is_realized(node, sources):
+            self.sources[node] = sources
+            self.buffers.append(node)
+            self.reads[node] = frozenset([node])
+        else:
+            self.reads[node] = sources
+
+    def _is_realized(self, node: fx.Node, sources: frozenset[fx.Node]) -> bool:
+        users = _users(node)
+        if any(is_called(user) and not _is_base(node, user) for user in users):
+            return True
+        if len(users) < 2 or not (len(sources) > READS or self.operations[node] > OPERATIONS):
+            return False
+        # One kernel holds it and everything that reads it.
+        return any(is_barrier(user) for user in users)
+
+
+def _play(kernels: Kernels, tracker: Tracker, *inputs: Any) -> Any:
+    """Notes what the kernels of a graph allocate and free; returns results of the right sizes."""
+    trace, ledger = tracker.trace, tracker.trace.ledger
+    keys = dict(zip(kernels.inputs, map(partial(_freed_with, tracker), kernels.inputs, inputs), strict=True))
+    live: dict[fx.Node, int] = {node: key for node, key in keys.items() if key is not None}
+    for place, buffer in enumerate(kernels.buffers):
+        dying = [node for node in kernels.ends.get(place, ()) if node in live]
+        size, maker = nbytes_of(buffer), buffer.args[0] if buffer.target is operator.getitem else buffer
+        if not is_called(maker):
+            same = [node for node in dying if abs(ledger.allocations[live[node]].nbytes - rounded(size)) == 0]
+            for node in same[:1]:
+                _free(tracker, live.pop(node))
+        live[buffer] = ledger.allocate(size, trace.phase, _shape(buffer))
+        if _name(maker) in ATTENTION_BACKWARD and buffer.args[1] == 0:  # type: ignore[arg-type]
+            ledger.passing(4 * buffer.meta["val"].numel(), trace.phase)
+        for node in [*dying, *([buffer] if buffer in kernels.unread else [])]:
+            if node in live:
+                _free(tracker, live.pop(node))
+    made = [buffer for buffer in kernels.buffers if buffer.target is not operator.getitem]
+    trace.work += [_work(kernels, node, trace.phase) for node in (*made, *kernels.several)]
+    trace.launches += len({kernels.levels[b] for b in kernels.buffers}) + sum(map(is_called, kernels.buffers))
+    for node, key in live.items():
+        if node not in keys:
+            ledger.free(key)  # its tensor is made next
+    return _results(kernels, tracker, inputs)
+
+
+def _results(kernels: Kernels, tracker: Tracker, inputs: Sequence[Any]) -> list[Any]:
+    bases: dict[fx.Node, Tensor] = dict(zip(kernels.inputs, inputs, strict=True))
+    results: list[Any] = []
+    with _disable_current_modes():
+        for node in kernels.output:
+            if not isinstance(node, fx.Node) or not isinstance(node.meta["val"], Tensor):
+                results.append(node if not isinstance(node, fx.Node) else node.meta["val"])
+                continue
+            root, value = _root(node), node.meta["val"]
+            if root not in bases:
+                whole = root.meta["val"]
+                bases[root] = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device="meta")
+                tracker.follow(bases[root])
+            base = bases[root]
+            if node is not root and base.dtype == value.dtype:
+                base = base.as_strided(value.shape, value.stride(), value.storage_offset())
+            results.append(base)
+    return results
+
+
+def _freed_with(tracker: Tracker, node: fx.Node, given: Any) -> int | None:
+    """Returns the allocation of an input that only the graph still needs: what the forward pass kept for it."""
+    if not isinstance(given, Tensor) or str(node.target).startswith(("primals_", "tangents_")):
+        return None
+    key = tracker.key_of(given)
+    return key if key is not None and tracker.trace.ledger.allocations[key].phase == "forward" else None
+
+
+def _free(tracker: Tracker, key: int) -> None:
+    tracker.drop(key)
+
+
+def _work(kernels: Kernels, buffer: fx.Node, phase: str) -> Work:
+    reads = sum(nbytes_of(node) for node in kernels.sources.get(buffer, kernels.reads[buffer]))
+    function, name = buffer.target, _name(buffer)
+    if is_called(buffer) and getattr(function, "_overloadpacket", None) in flop_registry:
+        args, kwargs = fx.map_arg((buffer.args, buffer.kwargs), lambda n: n.meta["val"])
+        values = [n.meta["val"] for n in buffer.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+        out = buffer.meta["val"]
+        made = [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, Tensor)]
+        return work_of(function, name, values, made, args, kwargs, out, phase)
+    return Work("bytes", "", (), 0, reads + nbytes_of(buffer), phase)
+
+
+def _name(node: fx.Node) -> str:
+    schema = getattr(getattr(node, "target", None), "_schema", None)
+    return "" if schema is None else str(schema.name).partition("::")[2]
+
+
+def is_called(node: fx.Node) -> bool:
+    """Whether an operation is a kernel of its own, which inductor calls or fuses with nothing."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    packet = getattr(node.target, "_overloadpacket", None)
+    if packet in flop_registry:
+        return True
+    schema, name = getattr(node.target, "_schema", None), _name(node)
+    own = schema is None or str(schema.name).partition("::")[0] not in ("aten", "prims")
+    return own or any(part in name for part in _CALLED)
+
+
+def is_barrier(node: fx.Node) -> bool:
+    """Whether a kernel cannot go on with the result: a sum over other numbers than those of a row."""
+    if not _reduces(node):
+        return False
+    given, dims = node.args[0].meta["val"], node.args[1] if len(node.args) > 1 else None
+    if not isinstance(dims, (list, tuple)) or not dims:
+        return True
+    return any(dim % max(1, given.ndim) != given.ndim - 1 for dim in dims)
+
+
+def _reduces(node: fx.Node) -> bool:
+    return node.op == "call_function" and _name(node) in _REDUCTIONS
+
+
+def _is_base(node: fx.Node, user: fx.Node) -> bool:
+    """Whether a scatter starts from this node: it is written there at once."""
+    return "index_put" in _name(user) or "scatter" in _name(user) and user.args[0] is node
+
+
+def _root(node: fx.Node) -> fx.Node:
+    while node.op == "call_function":
+        of = node.args[0] if node.args else None
+        if _name(node) not in _VIEWS and not (node.target is operator.getitem and _name(of) in _VIEWS):  # type: ignore[arg-type]
+            break
+        node = of  # type: ignore[assignment]
+    return node
+
+
+def _users(node: fx.Node) -> list[fx.Node]:
+    """Returns what reads a node, itself or a view of it."""
+    found = []
+    for user in node.users:
+        found += _users(user) if user.op == "call_function" and _root(user) is not user else [user]
+    return found
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    value = node.meta.get("val")
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
+
+
+def nbytes_of(node: fx.Node) -> int:
+    """Returns the bytes of what a node makes."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return sum(t.untyped_storage().nbytes() for t in values if isinstance(t, Tensor))
