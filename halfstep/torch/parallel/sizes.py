@@ -58,7 +58,11 @@ def around(ring: int, nbytes: int) -> int:
 
 def of_replicas(parameters: Sequence[Tensor], policy: Policy, ranks: int) -> Sent:
     """Returns what DDP sends, and what halfstep sends in its place."""
-    numbers = sum(p.numel() for p in parameters if p.requires_grad)
+    return of_numbers(sum(p.numel() for p in parameters if p.requires_grad), policy, ranks)
+
+
+def of_numbers(numbers: int, policy: Policy, ranks: int) -> Sent:
+    """Returns what replicas send of the gradients of so many numbers."""
     narrow = dtype_of(policy.reduce).itemsize
     return Sent(0, 0, around(ranks, numbers * narrow) + around(ranks, numbers * 4))
 
@@ -77,6 +81,19 @@ def of_shards(groups: Iterable[tuple[Any, bool]], gathered_in: Any, policy: Poli
         gradients += around(shards, shards * trained * dtype_of(policy.reduce).itemsize)
         gradients += 2 * around(copies, trained * 4)
     return Sent(forward, backward, gradients)
+
+
+def of_blocks(
+    inside: Sequence[tuple[int, int]], outside: Sequence[tuple[int, int]], policy: Policy, shards: int, copies: int
+) -> Sent:
+    """Returns what FSDP will send of a model whose blocks are sharded one by one, and the rest with the model.
+
+    Parameters are (numbers, bytes of each that travel). The backward pass gathers those `inside` blocks again.
+    """
+    within, around_them = (around(shards, sum(n * width for n, width in part)) for part in (inside, outside))
+    numbers = sum(n for n, _ in (*inside, *outside))
+    gradients = around(shards, numbers * dtype_of(policy.reduce).itemsize) + 2 * around(copies, numbers * 4 // shards)
+    return Sent(within + around_them, within, gradients)
 
 
 def readable(nbytes: int) -> str:

@@ -1,0 +1,220 @@
+"""One training step of a recipe or of anybody's model, followed on the meta device.
+
+Two updates are made: the first creates the optimizers' state, the second is what every later one is like. Two
+micro-batches stand for any larger number. What the GPU's libraries allocate for themselves is added: cuBLAS's
+workspace.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from halfstep.config.run import RunConfig
+from halfstep.core.devices import Device
+from halfstep.core.errors import ConfigError
+from halfstep.core.policy import Policy
+from halfstep.core.roles import Operand
+from halfstep.core.rules import Rule
+from halfstep.torch.apply import apply
+from halfstep.torch.model import Decoder
+from halfstep.torch.optim.adamw import AdamW
+from halfstep.torch.planning.compiled import backend
+from halfstep.torch.planning.ledger import MIB, Allocation, Ledger, rounded
+from halfstep.torch.planning.stand_in import stand_in
+from halfstep.torch.planning.tracker import Trace, Tracker, Work
+from halfstep.torch.session import build_optimizers
+from halfstep.torch.step import Run, prepare
+
+# cuBLAS's workspace: torch's default is 32 MiB from Hopper on, and 8.1 MiB before.
+HOPPER, WORKSPACE = 9, {True: 32 * MIB, False: 8 * MIB + 128 * 1024}
+ADAMW_BYTES = 28  # read and written for a number: gradient, two moments twice, master twice
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter, and the bytes of each number in which its layer gets it from other ranks."""
+
+    name: str
+    shape: tuple[int, ...]
+    travels_in: int
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What one update does."""
+
+    ledger: Ledger
+    roles: dict[int, str]  # of what exists between updates
+    parameters: tuple[Parameter, ...]
+    work: tuple[Work, ...]  # of `micro_batches` passes and one update
+    launches: int
+    micro_batches: int
+    batch: int  # rows of a micro-batch
+    tokens: int  # of a micro-batch
+    vocabulary: int
+
+    def role(self, key: int, allocation: Allocation) -> str:
+        """Returns what an allocation is for."""
+        shapes = {parameter.shape for parameter in self.parameters}
+        if key in self.roles:
+            return self.roles[key]
+        if allocation.phase == "setup":
+            return "buffers"
+        if allocation.phase == "forward" and allocation.shape in shapes:
+            return "weights"  # their casts
+        if allocation.phase != "forward" and allocation.shape in shapes:
+            return "gradients"
+        if self.vocabulary and allocation.shape[-1:] == (self.vocabulary,):
+            return "logits"
+        return "workspace" if allocation.phase == "update" or not allocation.shape else "activations"
+
+    def with_batch(self, batch: int) -> Ledger:
+        """Returns the ledger of micro-batches of another size: activations are as many times as large."""
+        shapes = {parameter.shape for parameter in self.parameters}
+        factor = batch / self.batch
+        scaled = {
+            key: a._replace(nbytes=rounded(int(a.nbytes * factor)))
+            if a.phase in ("forward", "backward") and a.shape not in shapes and a.nbytes > 512 * self.batch
+            and key not in self.roles
+            else a
+            for key, a in self.ledger.allocations.items()
+        }  # fmt: skip
+        return Ledger(scaled, self.ledger.events)
+
+
+def without_measuring(policy: Policy) -> Policy:
+    """Returns a policy in which every matmul that a rule calls `measured` is narrow: nothing can be timed here."""
+
+    def forced(value: Any) -> Any:
+        return replace(value, measured=False) if isinstance(value, Operand) else value
+
+    rules = [Rule(rule.glob, tuple((role, forced(value)) for role, value in rule.changes)) for rule in policy.rules]
+    return replace(policy, compute=forced(policy.compute), grad=forced(policy.grad), rules=tuple(rules))
+
+
+def of_recipe(config: RunConfig, policy: Policy, hardware: Device) -> Traced:
+    """Follows a step of a recipe, with the micro-batches of one process."""
+    policy, training, settings = without_measuring(policy), config.training, config.model
+    tokens = training.batch * settings.context
+
+    def make() -> tuple[Run, Callable[[Any], Any], list[Any], nn.Module]:
+        model = Decoder(settings)
+        model.recompute = training.recompute_blocks
+        conversion = apply(model, policy, model.module_names(), tokens=tokens, compiled=training.compile)
+        optimizers = build_optimizers(model, config.optimizer)
+        options: dict[str, Any] = {"conversion": conversion, "seed": config.seed, "ema": training.ema}
+        run = Run(model, optimizers, policy, training.clip_norm, **options)
+        batches = torch.empty(2, training.batch, settings.context + 1, dtype=torch.int64).unbind()
+        return run, lambda pair: model.loss(pair[:, :-1], pair[:, 1:]), list(batches), model
+
+    traced = _follow(make, hardware, compiled=training.compile, micro_batches=min(2, training.micro_batches))
+    return replace(traced, batch=training.batch, tokens=tokens, vocabulary=settings.vocabulary)
+
+
+def of_factory(made: Callable[[], Any], policy: Policy, hardware: Device, *, compiled: bool) -> Traced:
+    """Follows a step of what a factory returns: model, optimizer, loss_fn, batch."""
+    policy, found = without_measuring(policy), {}
+
+    def make() -> tuple[Run, Callable[[Any], Any], list[Any], nn.Module]:
+        model, optimizer, loss_fn, batch = _checked(made())
+        batch = pytree.tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, batch)
+        first = next(t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor))
+        found.update(batch=first.shape[0], tokens=first.shape[:2].numel())
+        run = prepare(model, optimizer, policy)
+        return run, loss_fn, [batch], model
+
+    traced = _follow(make, hardware, compiled=compiled, micro_batches=1)
+    return replace(traced, **found)
+
+
+def _checked(made: Any) -> tuple[Any, ...]:
+    if not isinstance(made, tuple) or len(made) != 4:
+        raise ConfigError(
+            "the factory must return model, optimizer, loss_fn, batch", hint="with loss = loss_fn(batch)"
+        )
+    elsewhere = [name for name, p in made[0].named_parameters() if p.device.type != "meta"]
+    if elsewhere:
+        raise ConfigError(
+            f"the factory made `{elsewhere[0]}` on a device: it would need the memory that is to be planned",
+            hint="make the model from its configuration, and name no device: it is made on torch's meta device here",
+        )
+    return made
+
+
+def _follow(make: Callable[[], Any], hardware: Device, *, compiled: bool, micro_batches: int) -> Traced:
+    trace = Trace()
+    tracker = Tracker(trace, "meta")
+    with warnings.catch_warnings(), stand_in(hardware, compiled=compiled), tracker:
+        warnings.simplefilter("ignore")
+        if hardware.kind == "nvidia":
+            assert hardware.capability is not None
+            trace.ledger.allocate(WORKSPACE[hardware.capability[0] >= HOPPER], "setup", (-1,))
+        with torch.device("meta"):
+            run, loss_fn, batches, model = make()
+        called = torch.compile(loss_fn, backend=backend(tracker), dynamic=False) if compiled else loss_fn
+
+        def loss(batch: Any) -> Any:
+            with trace.during("forward"):
+                return called(batch)
+
+        update = run.update
+        run.update = lambda: _within(trace, update)
+        torch.compiler.reset()
+        with torch.compiler.set_stance("default") if not compiled else nullcontext():
+            for count in (1, micro_batches):
+                trace.work, trace.launches = [], 0
+                with trace.during("backward"):
+                    run.step(loss, [batches[i % len(batches)] for i in range(count)])
+        roles = _roles(run, tracker)
+    own = [p for o in run.optimizers if isinstance(o, AdamW | torch.optim.Adam) for g in o.param_groups for p in g["params"]]
+    work = [*trace.work, Work("bytes", "", (), 0, ADAMW_BYTES * sum(p.numel() for p in own), "update")]
+    return Traced(
+        trace.ledger, roles, tuple(_parameters(run, _travels_in(run.policy))), tuple(work), trace.launches,
+        micro_batches, 0, 0, _vocabulary(model),
+    )  # fmt: skip
+
+
+def _within(trace: Trace, update: Callable[[], Any]) -> Any:
+    with trace.during("update"):
+        return update()
+
+
+def _travels_in(policy: Policy) -> int:
+    """Returns the bytes of a number in which ranks gather a matrix; fp8 operands are cast where they are used."""
+    return 2 if policy.compute.format.bits <= 16 and not policy.emulate else 4
+
+
+def _parameters(run: Run, narrow: int) -> Sequence[Parameter]:
+    named = run.model.named_parameters()
+    return [Parameter(name, tuple(p.shape), narrow if p.ndim > 1 else 4) for name, p in named if p.requires_grad]
+
+
+def _roles(run: Run, tracker: Tracker) -> dict[int, str]:
+    """Returns the role of each allocation that outlives an update."""
+    found: dict[int | None, str] = {}
+    for buffer in run.model.buffers():
+        found[tracker.key_of(buffer)] = "buffers"
+    for optimizer in run.optimizers:
+        for state in optimizer.state.values():
+            for value in pytree.tree_leaves(dict(state)):
+                if isinstance(value, Tensor):
+                    found[tracker.key_of(value)] = "moments"
+    if run.averages is not None:
+        for average in run.averages.named().values():
+            found[tracker.key_of(average)] = "masters"
+    for half in run.masters.halves:
+        found[tracker.key_of(run.masters.remainder(half))] = "masters"
+    for parameter in run.model.parameters():
+        found[tracker.key_of(parameter)] = "weights"
+    return {key: role for key, role in found.items() if key is not None}
+
+
+def _vocabulary(model: nn.Module) -> int:
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    return max((m.num_embeddings for m in embeddings), default=0)
