@@ -22,6 +22,7 @@ from halfstep.cli import (
     data,
     export,
     formats,
+    plan,
     policy,
     probe,
     report,
@@ -56,6 +57,7 @@ app.command(trained.artifact)
 app.command(export.export)
 app.command(data.app)
 app.command(probe.probe)
+app.command(plan.plan)
 app.command(formats.formats)
 app.command(policy.policy)
 app.command(bench.bench)

@@ -1,6 +1,7 @@
 """`halfstep probe`: measures what this machine runs natively, how fast, and which precision to train in."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halfstep.cli import train
@@ -23,6 +24,7 @@ def probe(
     device: Device = None,
     overrides: Overrides = (),
     budget: float = BUDGET,
+    save: Path | None = None,
     json: Json = False,
 ) -> None:
     """Measure which precision is fastest to train in, with the reason: what `halfstep train` does for `auto`.
@@ -41,6 +43,9 @@ def probe(
         A size, such as model.width=1024 or training.batch=8. May be repeated.
     budget
         Seconds to choose in, for each backend. A size that would exceed them is not started.
+    save
+        A .toml file to write: this machine for `halfstep plan --gpu FILE`, with the recipe's matmuls and attention
+        timed on torch. Nothing else is measured then.
     """
     from halfstep.config.load import DEFAULT_RECIPE, load
     from halfstep.tools.probe import run
@@ -48,6 +53,12 @@ def probe(
     config = load(recipe or DEFAULT_RECIPE, overrides)
     for override in overrides:
         _check_size(override)
+    if save is not None:
+        from halfstep.tools.plan.machine import save as save_machine
+
+        machine = save_machine(save, config, device)
+        print_words(f"{save}: {machine.name}, {len(machine.timed)} kernels timed; `halfstep plan --gpu {save}`")
+        return
     result = run(None if backend is None else [backend], budget, device=device, config=config, say=print_words)
     if json:
         print_json(result.to_dict())

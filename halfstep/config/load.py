@@ -100,7 +100,7 @@ def _described(allowed: Bounds | tuple[object, ...]) -> str:
 def read_recipe(recipe: str) -> dict[str, Any]:
     """Returns the table of a recipe, given its name or the path of a TOML file."""
     if recipe.endswith(".toml"):
-        return parse_toml(_read_text(recipe), recipe)
+        return parse_toml(read_text(recipe), recipe)
     if recipe not in recipe_names():
         known = recipe_names()
         raise ConfigError(
@@ -115,7 +115,7 @@ def read_policy(given: str) -> str:
     """Returns the text form of a policy, given that, or the name of a TOML file with it under [policy]."""
     if not given.endswith(".toml"):
         return given
-    table = parse_toml(_read_text(given), given)
+    table = parse_toml(read_text(given), given)
     return str(_policy_text(table.get("policy", table), given))
 
 
@@ -220,7 +220,7 @@ def _policy_text(given: Any, name: str) -> Any:
         raise ConfigError(f"[policy] of {name}: {error.message}", hint=error.hint) from None
 
 
-def _read_text(path: str) -> str:
+def read_text(path: str) -> str:
     try:
         return reading.read_bytes(path, reading.MOST_SETTINGS).decode("utf-8")
     except FileNotFoundError:

@@ -47,6 +47,7 @@ BACKEND_ROOMS = [
     {"session"},
     {"tuning"},
     {"export"},
+    {"planning"},
 ]
 # JAX interprets a whole loss function by what `apply` decided; torch's `apply` plans with the table of functions.
 JAX_ROOMS = [names for names in BACKEND_ROOMS if names != {"functions"}]
@@ -77,6 +78,7 @@ ABSENT_ROOMS = {
     "norms": "torch alone: eager layers of narrow inputs call one kernel; the others fuse or compile",
     "islands": "torch alone: there is a torch.nn whose names people expect",
     "shards": "torch alone: JAX's arrays and MLX's have no class of their own for a part of one",
+    "planning": "torch alone: its meta device follows a step that no memory holds",
     "export": "torch alone: the libraries that read an export run on it",
     "tuning": "torch alone: `halfstep tune` tries formats module by module, and hardware has them on torch first",
     "convert": "torch, MLX: modules change their class; JAX has functions instead",

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from halfstep.torch.dtypes import FLOATS, format_of
 from halfstep.torch.planning.ledger import Ledger
 
 _ATEN = torch.ops.aten
@@ -75,7 +76,9 @@ class Tracker(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the operation, and notes what it made."""
+        """Runs the operation, and notes what it made. torch's fused optimizers, in place, have no kernel on meta."""
+        if self.device == "meta" and function._schema.name.startswith("aten::_fused_"):
+            return None
         out = function(*args, **(kwargs or {}))
         self.note(function, args, kwargs or {}, out)
         return out
@@ -129,11 +132,25 @@ def work_of(
     if count is None:
         return Work("bytes", "", (), 0, nbytes, phase)
     flops = int(count(*args, **kwargs, out_val=out))
-    dtype = str(given[-1].dtype).removeprefix("torch.")
+    matrices = [t for t in given if t.ndim >= 2]
+    dtype = _format(matrices[-1].dtype)
     if "attention" in name:
         # Kernels skip what a causal mask hides; as if it did not, in config/flops.py and torch's counter.
-        return Work("attention", dtype, tuple(given[-1].shape), flops, nbytes, phase)
-    a, b = [t for t in given if t.ndim >= 2][-2:]
+        backward = "backward" if "backward" in name else "forward"
+        queries = next(t for t in matrices if t.ndim == 4)
+        return Work("attention", dtype, (*queries.shape, ATTENTION[backward]), flops, nbytes, phase)
+    a, b = [t for t in matrices if "scaled" not in name or t.element_size() == 1 or t is matrices[0]][-2:]
     lead = a.shape[0] if a.ndim == 3 else 1
-    return Work("matmul", str(a.dtype).removeprefix("torch."), (lead * a.shape[-2], a.shape[-1], b.shape[-1]),
-                flops, nbytes, phase)  # fmt: skip
+    return Work("matmul", dtype_of_product(a), (lead * a.shape[-2], a.shape[-1], b.shape[-1]), flops, nbytes, phase)
+
+
+ATTENTION = {"forward": 1, "backward": 2}  # the last number of a shape of attention
+
+
+def dtype_of_product(operand: Tensor) -> str:
+    """Returns the format that a matmul multiplies; the two of fp8 are equally fast."""
+    return "e4m3" if operand.element_size() == 1 else _format(operand.dtype)
+
+
+def _format(dtype: torch.dtype) -> str:
+    return str(format_of(dtype)) if dtype in FLOATS or dtype.itemsize == 1 and dtype.is_floating_point else str(dtype)

@@ -1,0 +1,144 @@
+"""`halfstep plan`: memory, traffic, time and money of a training, before a GPU is rented."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from halfstep.cli.arguments import Json, Overrides
+from halfstep.cli.output import print_json, print_table, print_words
+
+if TYPE_CHECKING:
+    from halfstep.config.machines import Machine
+    from halfstep.tools.plan.plan import Plan
+
+MIB = 2**20
+
+
+def plan(
+    target: str,
+    /,
+    *,
+    gpu: str,
+    gpus: int = 1,
+    policy: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
+    price: float = 0.0,
+    overrides: Overrides = (),
+    json: Json = False,
+) -> int:
+    """Say what a training needs, before a GPU is rented: memory, traffic, time and money.
+
+    One step is followed on torch's meta device, which has shapes and no numbers: this needs neither the GPU nor the
+    memory. Exit code 1 if a policy does not fit.
+
+    Parameters
+    ----------
+    target
+        A recipe (tiny, gpt2, qwen3, speedrun, golf), a file that ends in .toml, or module:factory, a function that
+        returns model, optimizer, loss_fn, batch.
+    gpu
+        A machine file: h200, h100, a100-80, a100-40, l40s, rtx4090, b200, mi300x, or a file that
+        `halfstep probe --save` wrote.
+    gpus
+        How many GPUs share the training; `--set parallel.shard=full` shards the model among them.
+    policy
+        The precision; by default, that of the recipe, or bf16-mixed. May be repeated, to compare.
+    price
+        Of a GPU for an hour, in any currency.
+    overrides
+        A setting, such as training.batch=64. Of a factory, training.steps and training.compile.
+    """
+    from halfstep.config.load import read_policy
+    from halfstep.config.machines import load_machine
+    from halfstep.core.errors import ConfigError
+    from halfstep.core.policy import Policy
+
+    if gpus < 1 or price < 0:
+        raise ConfigError("--gpus is at least 1, and --price is not negative", hint="such as --gpus 8 --price 2.5")
+    machine = load_machine(gpu)
+    planned, default = _planner(target, overrides, machine, gpus, price)
+    names = policy or (default,)
+    plans = []
+    for name in names:
+        print_words(f"following a step of {target} under {name}")
+        plans.append(planned(Policy.parse(read_policy(name))))
+    if json:
+        print_json({"machine": machine.name, "plans": [each.to_dict() for each in plans]})
+    else:
+        _print(plans, machine)
+    return 0 if all(each.fits for each in plans) else 1
+
+
+def _planner(target: str, overrides: tuple[str, ...], machine: "Machine", gpus: int, price: float) -> tuple[Any, str]:
+    """Returns a function that plans under a policy, and the policy if none is named."""
+    from halfstep.config.load import DEFAULT_RECIPE, load, setting_named
+    from halfstep.core.errors import ConfigError
+    from halfstep.tools.audit.factory import made_by
+    from halfstep.tools.plan.plan import plan_factory, plan_recipe
+
+    module, colon, factory = target.partition(":")
+    if not colon:
+        config = load(target, overrides)
+        if config.backend != "torch":
+            raise ConfigError(f"backend is {config.backend}, and plans are made on torch", hint="--set backend=torch")
+        auto = config.policy.startswith("auto")
+        return (
+            lambda policy: plan_recipe(config, policy, machine, gpus, price),
+            "bf16-mixed" if auto else config.policy,
+        )
+    for override in overrides:
+        if setting_named(override) not in ("training.steps", "training.compile"):
+            raise ConfigError(
+                f"--set {override} changes nothing of a factory", hint="training.steps and training.compile do"
+            )
+    training = load(DEFAULT_RECIPE, overrides).training
+    options = {"compiled": training.compile, "steps": training.steps}
+    return (
+        lambda policy: plan_factory(lambda: made_by(module, factory), policy, machine, gpus, price, **options),
+        "bf16-mixed",
+    )
+
+
+def _print(plans: "list[Plan]", machine: "Machine") -> None:
+    columns = ("", *(each.policy for each in plans))
+    rows = [
+        *((role, *(f"{each.memory[role] / MIB:,.0f} MiB" for each in plans)) for role in plans[0].memory),
+        ("peak, allocated", *(f"{each.peak / MIB:,.0f} MiB" for each in plans)),
+        ("reserved, with the driver's", *(f"{each.reserved / MIB:,.0f} MiB" for each in plans)),
+        (f"fits {machine.memory / MIB:,.0f} MiB", *(_fits(each) for each in plans)),
+        ("batch, micro-batches of a GPU", *(f"{each.batch} x {each.micro_batches}" for each in plans)),
+        ("largest batch", *(str(each.largest) for each in plans)),
+        ("a GPU sends, weights", *(f"{each.sent['weights'] / MIB:,.0f} MiB" for each in plans)),
+        ("a GPU sends, gradients", *(f"{each.sent['gradients'] / MIB:,.0f} MiB" for each in plans)),
+        ("TFLOP of an update", *(f"{each.flops / 1e12:,.4g}" for each in plans)),
+        ("ms of an update", *(_range([s * 1e3 for s in each.seconds]) for each in plans)),
+        (f"GPU-hours of {plans[0].steps:,} updates", *(_range(each.gpu_hours) for each in plans)),
+    ]
+    if plans[0].price:
+        rows.append(("price", *(_range([h * each.price for h in each.gpu_hours]) for each in plans)))
+    print_table(columns, rows, right=columns[1:])
+    if any(each.timed < 0.5 for each in plans):
+        print_words(
+            f"times are ranges from {machine.name}'s datasheet: `halfstep probe --save mine.toml RECIPE` on that "
+            "machine times these shapes"
+        )
+    for each in plans:
+        if not each.fits:
+            print_words(_remedy(each))
+
+
+def _fits(each: "Plan") -> str:
+    if each.fits:
+        return "yes"
+    return f"no, {(each.reserved - each.capacity) / MIB:,.0f} MiB too many"
+
+
+def _remedy(each: "Plan") -> str:
+    ways = ["--set training.recompute_blocks=true keeps fewer activations", "--set parallel.shard=full shares the rest"]
+    if each.largest:
+        ways.insert(0, f"--set training.batch of {each.largest} for each GPU, and more micro-batches")
+    return f"{each.policy} does not fit: {'; '.join(ways)}"
+
+
+def _range(ends: Any) -> str:
+    low, high = ends
+    return f"{low:,.4g}" if high - low <= 0.005 * high else f"{low:,.3g} to {high:,.3g}"

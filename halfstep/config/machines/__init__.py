@@ -1,0 +1,122 @@
+"""Machine files: what a GPU has, how fast it is, and what was timed on it. Each number says where it is from.
+
+`halfstep probe --save FILE` writes one for this machine, with the shapes of a recipe timed.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from importlib import resources
+from typing import Any, Literal
+
+from halfstep.config import schema
+from halfstep.config.load import parse_toml, read_text
+from halfstep.core.devices import Device, Kind
+from halfstep.core.errors import ConfigError, did_you_mean
+
+NEAR = math.log(1.5)  # how far each size of a timed shape may be from another that it stands for
+
+
+@dataclass(frozen=True)
+class Rates:
+    """FLOP/s of matmuls by format, dense; 0 if there is no such format."""
+
+    fp32: float = 0.0
+    tf32: float = 0.0
+    bf16: float = 0.0
+    fp16: float = 0.0
+    e4m3: float = 0.0
+    e4m3fnuz: float = 0.0
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What of a datasheet's numbers programs reach, from and to; the defaults are limits of what is reported."""
+
+    matmul: tuple[float, float] = (0.5, 0.8)
+    attention: tuple[float, float] = (0.25, 0.55)
+    bandwidth: tuple[float, float] = (0.6, 0.9)
+    wire: tuple[float, float] = (0.5, 0.85)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A kernel that was timed."""
+
+    kind: Literal["matmul", "attention", "bytes"]
+    format: str
+    shape: tuple[int, ...]
+    """Of a matmul: rows, summed, columns. Of attention: batch, heads, tokens, features."""
+    seconds: float
+    work: float
+    """FLOPs, or bytes."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A GPU and what connects it with others."""
+
+    name: str
+    kind: Kind
+    memory: int
+    """Bytes that a process can have."""
+    bandwidth: float
+    """Bytes of its memory per second."""
+    rates: Rates
+    """FLOP/s of matmuls."""
+    capability: tuple[int, ...] = ()
+    """NVIDIA's compute capability."""
+    architecture: str = ""
+    """AMD's gfx name; a CPU's."""
+    context: int = 600_000_000
+    """Bytes of its memory that the driver takes."""
+    link: float = 0.0
+    """Bytes per second, each way, between GPUs of one machine; 0 if there is one."""
+    network: float = 0.0
+    """Bytes per second, each way, of a GPU's share of the network."""
+    gpus: int = 1
+    """GPUs of one machine."""
+    launch: float = 8e-6
+    """Seconds that the host takes for an operation."""
+    reached: Reached = Reached()
+    """Shares of the numbers above that programs reach."""
+    timed: tuple[Timed, ...] = ()
+    """What was timed here."""
+
+    @property
+    def hardware(self) -> Device:
+        """What is supported there."""
+        capability = (self.capability[0], self.capability[1]) if self.capability else None
+        return Device(self.kind, self.name, capability=capability, architecture=self.architecture)
+
+    def nearest(self, kind: str, format: str, shape: tuple[int, ...]) -> Timed | None:
+        """Returns what was timed of nearly this shape."""
+        alike = [t for t in self.timed if (t.kind, t.format, len(t.shape)) == (kind, format, len(shape))]
+        far = {t: max((abs(math.log(a / b)) for a, b in zip(t.shape, shape, strict=True)), default=0.0) for t in alike}
+        best = min(far, key=lambda t: far[t], default=None)
+        return best if best is not None and far[best] <= NEAR else None
+
+
+def machine_names() -> list[str]:
+    """Returns the machine files that come with halfstep."""
+    folder = resources.files("halfstep.config") / "machines"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def load_machine(name: str) -> Machine:
+    """Returns a machine, given its name or a file."""
+    if name.endswith(".toml"):
+        return _built(parse_toml(read_text(name), name))
+    if name not in machine_names():
+        known = machine_names()
+        make = "on that machine `halfstep probe --save mine.toml` makes a file; then --gpu mine.toml"
+        raise ConfigError(
+            f"there is no machine file for `{name}`; there are {', '.join(known)}",
+            hint=did_you_mean(name, known, otherwise=make),
+        )
+    text = (resources.files("halfstep.config") / "machines" / f"{name}.toml").read_text(encoding="utf-8")
+    return _built(parse_toml(text, f"{name}.toml"))
+
+
+def _built(table: dict[str, Any]) -> Machine:
+    timed = [schema.build(Timed, each, "timed.") for each in table.pop("timed", [])]
+    return replace(schema.build(Machine, table), timed=tuple(timed))

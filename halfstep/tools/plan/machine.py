@@ -1,0 +1,85 @@
+"""`halfstep probe --save`: a machine file of this machine, with the shapes of a recipe timed."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from halfstep.config.machines import Machine, Rates, Timed
+from halfstep.config.run import RunConfig
+from halfstep.core.devices import Device
+from halfstep.core.errors import ConfigError
+from halfstep.core.formats import parse
+from halfstep.core.policy import Policy
+
+POLICIES = ("fp32", "bf16-mixed", "fp16-mixed", "fp8-mixed")
+NOTE = """# Written by `halfstep probe --save` on {name}, torch {version}: timed here, at the shapes of `{title}`.
+# `link` and `network` are the bytes per second, each way, to GPUs of this machine and of others: they were not
+# timed, and a plan for several GPUs needs them. `context` is assumed.
+"""
+
+
+def save(path: Path, config: RunConfig, device: str | None) -> Machine:
+    """Times the matmuls and attention of a recipe under the usual policies, and writes a machine file."""
+    import tomli_w
+
+    from halfstep.torch.measure import devices, version
+    from halfstep.torch.planning import timing
+
+    if path.exists():
+        raise ConfigError(f"`{path}` exists", hint="name another file, or delete it")
+    if path.suffix != ".toml":
+        raise ConfigError(f"`{path}` is not the name of a TOML file", hint="such as mine.toml")
+    device = device or devices()[0]
+    machine = measured(config, device, timing)
+    table = asdict(machine)
+    table["timed"] = [{**each, "shape": list(each["shape"])} for each in table["timed"]]
+    table = {key: value for key, value in table.items() if value != ()}
+    text = NOTE.format(name=machine.name, version=version(), title=config.title or "a recipe")
+    path.write_text(text + tomli_w.dumps(table), encoding="utf-8")
+    return machine
+
+
+def measured(config: RunConfig, device: str, timing: Any) -> Machine:
+    """Returns this machine."""
+    from halfstep.torch.dtypes import describe
+    from halfstep.torch.planning.step import of_recipe
+
+    hardware = describe(device)
+    training = replace(config.training, compile=False, micro_batches=1)
+    work = [
+        item
+        for policy in _policies(device)
+        for item in of_recipe(replace(config, training=training), policy, hardware).work
+    ]
+    taken = timing.time_work(work, device)
+    best: dict[str, float] = {}
+    for each in taken:
+        if each.kind == "matmul":
+            best[each.format] = max(best.get(each.format, 0.0), each.work / each.seconds)
+    copied = next(each for each in taken if each.kind == "bytes")
+    known = {name: rate for name, rate in best.items() if name in Rates.__dataclass_fields__}
+    return _machine(hardware, timing.capacity(device), copied, known, taken)
+
+
+def _machine(hardware: Device, memory: int, copied: Any, rates: dict[str, float], taken: list[Any]) -> Machine:
+    return Machine(
+        hardware.name,
+        hardware.kind,
+        memory,
+        copied.work / copied.seconds,
+        Rates(**rates),
+        capability=hardware.capability or (),
+        architecture=hardware.architecture,
+        context=0 if hardware.kind == "cpu" else Machine.context,
+        timed=tuple(Timed(*each) for each in taken),
+    )
+
+
+def _policies(device: str) -> list[Policy]:
+    """Returns the policies whose formats this machine multiplies, and not slowly."""
+    from halfstep.torch.dtypes import describe, supported
+
+    formats = {"fp32": "fp32", "bf16-mixed": "bf16", "fp16-mixed": "fp16", "fp8-mixed": "e4m3"}
+    if describe(device).kind == "cpu":
+        return [Policy.parse("fp32")]
+    return [Policy.parse(name) for name in POLICIES if supported(parse(formats[name]), device)]
