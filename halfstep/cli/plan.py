@@ -27,8 +27,8 @@ def plan(
 ) -> int:
     """Say what a training needs, before a GPU is rented: memory, traffic, time and money.
 
-    One step is followed on torch's meta device, which has shapes and no numbers: this needs neither the GPU nor the
-    memory. Exit code 1 if a policy does not fit.
+    One step is followed on torch's meta device, which has shapes and no numbers: this needs neither the GPU
+    nor the memory. Exit code 1 if a policy does not fit.
 
     Parameters
     ----------
@@ -68,18 +68,22 @@ def plan(
     return 0 if all(each.fits for each in plans) else 1
 
 
-def _planner(target: str, overrides: tuple[str, ...], machine: "Machine", gpus: int, price: float) -> tuple[Any, str]:
+def _planner(
+    target: str, overrides: tuple[str, ...], machine: "Machine", gpus: int, price: float
+) -> tuple[Any, str]:
     """Returns a function that plans under a policy, and the policy if none is named."""
     from halfstep.config.load import DEFAULT_RECIPE, load, setting_named
     from halfstep.core.errors import ConfigError
-    from halfstep.tools.audit.factory import made_by
+    from halfstep.tools.audit.factory import call, find
     from halfstep.tools.plan.plan import plan_factory, plan_recipe
 
     module, colon, factory = target.partition(":")
     if not colon:
         config = load(target, overrides)
         if config.backend != "torch":
-            raise ConfigError(f"backend is {config.backend}, and plans are made on torch", hint="--set backend=torch")
+            raise ConfigError(
+                f"backend is {config.backend}, and plans are made on torch", hint="--set backend=torch"
+            )
         auto = config.policy.startswith("auto")
         return (
             lambda policy: plan_recipe(config, policy, machine, gpus, price),
@@ -91,9 +95,10 @@ def _planner(target: str, overrides: tuple[str, ...], machine: "Machine", gpus: 
                 f"--set {override} changes nothing of a factory", hint="training.steps and training.compile do"
             )
     training = load(DEFAULT_RECIPE, overrides).training
-    options = {"compiled": training.compile, "steps": training.steps}
+    options: dict[str, Any] = {"compiled": training.compile, "steps": training.steps}
+    given = (machine, gpus, price)
     return (
-        lambda policy: plan_factory(lambda: made_by(module, factory), policy, machine, gpus, price, **options),
+        lambda policy: plan_factory(lambda: call(find(module, factory), target), policy, *given, **options),
         "bf16-mixed",
     )
 
@@ -133,7 +138,10 @@ def _fits(each: "Plan") -> str:
 
 
 def _remedy(each: "Plan") -> str:
-    ways = ["--set training.recompute_blocks=true keeps fewer activations", "--set parallel.shard=full shares the rest"]
+    ways = [
+        "--set training.recompute_blocks=true keeps fewer activations",
+        "--set parallel.shard=full shares the rest",
+    ]
     if each.largest:
         ways.insert(0, f"--set training.batch of {each.largest} for each GPU, and more micro-batches")
     return f"{each.policy} does not fit: {'; '.join(ways)}"

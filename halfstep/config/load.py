@@ -221,6 +221,7 @@ def _policy_text(given: Any, name: str) -> Any:
 
 
 def read_text(path: str) -> str:
+    """Returns the text of a file of settings; one that cannot be read is an error that says why."""
     try:
         return reading.read_bytes(path, reading.MOST_SETTINGS).decode("utf-8")
     except FileNotFoundError:

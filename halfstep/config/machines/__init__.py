@@ -91,7 +91,9 @@ class Machine:
     def nearest(self, kind: str, format: str, shape: tuple[int, ...]) -> Timed | None:
         """Returns what was timed of nearly this shape."""
         alike = [t for t in self.timed if (t.kind, t.format, len(t.shape)) == (kind, format, len(shape))]
-        far = {t: max((abs(math.log(a / b)) for a, b in zip(t.shape, shape, strict=True)), default=0.0) for t in alike}
+        far = {
+            t: max((abs(math.log(a / b)) for a, b in zip(t.shape, shape, strict=True)), default=0.0) for t in alike
+        }
         best = min(far, key=lambda t: far[t], default=None)
         return best if best is not None and far[best] <= NEAR else None
 

@@ -109,8 +109,8 @@ def spread(config: RunConfig, gpus: int, machine: Machine) -> Job:
     if shard == "hybrid" and (gpus % local or gpus == local):
         why = "are on one machine" if gpus == local else f"are not {local} on each machine"
         raise ConfigError(
-            f'parallel.shard = "hybrid" shards within a machine and copies between machines, and {gpus} GPUs {why}',
-            hint=f'use --set parallel.shard=full; or --gpus {2 * machine.gpus}, of {machine.gpus} on a machine',
+            f'parallel.shard = "hybrid" shards within a machine and copies between them, and {gpus} GPUs {why}',
+            hint=f"use --set parallel.shard=full; or --gpus {2 * machine.gpus}, of {machine.gpus} on a machine",
         )
     shards = {"none": 1, "full": gpus, "hybrid": local}[shard]
     return Job(gpus, shard, shards, gpus // shards, batch, micro)
@@ -127,7 +127,14 @@ def plan_recipe(config: RunConfig, policy: Policy, machine: Machine, gpus: int, 
 
 
 def plan_factory(
-    made: Callable[[], Any], policy: Policy, machine: Machine, gpus: int, price: float, *, compiled: bool, steps: int
+    made: Callable[[], Any],
+    policy: Policy,
+    machine: Machine,
+    gpus: int,
+    price: float,
+    *,
+    compiled: bool,
+    steps: int,
 ) -> Plan:
     """Plans what a factory returns: each GPU takes a batch of its own, and DDP averages gradients."""
     from halfstep.torch.planning.step import of_factory
@@ -193,7 +200,7 @@ def _reserved(traced: Any, ledger: Any, machine: Machine, job: Job) -> int:
     """Returns what the device must have: what the allocator reserves for the step, and the driver's own."""
     alone = sum(ledger.by_role(traced.role).values())
     changed = sum(_memory(traced, ledger, job).values()) - alone
-    return int(ledger.reserved()) + changed + machine.context
+    return int(ledger.reserved() + changed + machine.context)
 
 
 def _largest(traced: Any, machine: Machine, job: Job) -> int:
@@ -259,7 +266,10 @@ def _computing(work: list[tuple[Any, float]], machine: Machine) -> tuple[Range, 
         moved = item.nbytes / machine.bandwidth
         arithmetic = item.flops / rate if rate else 0.0
         bound = max(moved / 0.9, arithmetic / shares[1])
-        low, high = low + times * bound, high + times * max(moved / machine.reached.bandwidth[0], arithmetic / shares[0])
+        low, high = (
+            low + times * bound,
+            high + times * max(moved / machine.reached.bandwidth[0], arithmetic / shares[0]),
+        )
     return (low, high), known / total if total else 0.0
 
 

@@ -92,7 +92,9 @@ def of_blocks(
     """
     within, around_them = (around(shards, sum(n * width for n, width in part)) for part in (inside, outside))
     numbers = sum(n for n, _ in (*inside, *outside))
-    gradients = around(shards, numbers * dtype_of(policy.reduce).itemsize) + 2 * around(copies, numbers * 4 // shards)
+    gradients = around(shards, numbers * dtype_of(policy.reduce).itemsize) + 2 * around(
+        copies, numbers * 4 // shards
+    )
     return Sent(within + around_them, within, gradients)
 
 

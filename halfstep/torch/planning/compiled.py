@@ -1,11 +1,11 @@
-"""What compiled code holds: the graphs that torch.compile makes, and a model of the kernels inductor makes of them.
+"""What compiled code holds: the graphs that torch.compile makes, and the kernels that inductor makes of them.
 
-dynamo, AOTAutograd and the partitioner run as they do for inductor, so what the forward pass keeps for the backward
-pass is what inductor keeps. Of each graph, these have memory (as inductor's lowering decides):
+dynamo, AOTAutograd and the partitioner run as they do for inductor, so what the forward pass keeps for the
+backward pass is what inductor keeps. Of each graph, these have memory (as inductor's lowering decides):
 
     results of matmuls, attention and other kernels that are called, and of reductions
-    pointwise results that such a kernel reads, that the graph returns, or that several operations read and that are
-    made of more than READS buffers or OPERATIONS operations
+    pointwise results that such a kernel reads, that the graph returns, or that several operations read and that
+    are made of more than READS buffers or OPERATIONS operations
 
 Other pointwise results are computed where they are read. A result that is read only by operations that one kernel
 can hold with it has no memory either. A buffer is freed after the last kernel that reads it; a pointwise kernel
@@ -30,12 +30,36 @@ from halfstep.torch.planning.tracker import ATTENTION_BACKWARD, Tracker, Work, w
 READS, OPERATIONS = 4, 30  # inductor's realize_reads_threshold and realize_opcount_threshold
 _VIEWS = {
     "view", "_unsafe_view", "reshape", "permute", "t", "transpose", "expand", "slice", "select", "squeeze",
-    "unsqueeze", "alias", "detach", "as_strided", "split", "split_with_sizes", "unbind", "diagonal", "lift_fresh_copy",
-    "broadcast_in_dim",
+    "unsqueeze", "alias", "detach", "as_strided", "split", "split_with_sizes", "unbind", "diagonal",
+    "lift_fresh_copy", "broadcast_in_dim",
 }  # fmt: skip
 # Kernels that are called, besides those that have arithmetic in torch's table.
-_CALLED = ("scatter_add", "scatter_reduce", "index_put", "index_add", "embedding_dense", "sort", "topk", "cumsum", "convolution")
-_REDUCTIONS = {"sum", "mean", "amax", "amin", "max", "min", "var_mean", "var", "prod", "argmax", "argmin", "any", "all"}
+_CALLED = (
+    "scatter_add",
+    "scatter_reduce",
+    "index_put",
+    "index_add",
+    "embedding_dense",
+    "sort",
+    "topk",
+    "cumsum",
+    "convolution",
+)
+_REDUCTIONS = {
+    "sum",
+    "mean",
+    "amax",
+    "amin",
+    "max",
+    "min",
+    "var_mean",
+    "var",
+    "prod",
+    "argmax",
+    "argmin",
+    "any",
+    "all",
+}
 
 
 def backend(tracker: Tracker) -> Callable[..., Any]:
@@ -61,7 +85,7 @@ def backend(tracker: Tracker) -> Callable[..., Any]:
 
 
 def _remove_aliases(module: fx.GraphModule) -> None:
-    """Removes operations that do nothing, as inductor does before the partitioner sees them: it would keep both."""
+    """Removes operations that do nothing, as inductor does before the partitioner, which would keep both."""
     for node in list(module.graph.nodes):
         if node.op == "call_function" and _name(node) in ("alias", "detach"):
             node.replace_all_uses_with(node.args[0])
@@ -143,7 +167,7 @@ def _play(kernels: Kernels, tracker: Tracker, *inputs: Any) -> Any:
     live: dict[fx.Node, int] = {node: key for node, key in keys.items() if key is not None}
     for place, buffer in enumerate(kernels.buffers):
         dying = [node for node in kernels.ends.get(place, ()) if node in live]
-        size, maker = nbytes_of(buffer), buffer.args[0] if buffer.target is operator.getitem else buffer
+        size, maker = nbytes_of(buffer), _maker(buffer)
         if not is_called(maker):
             same = [node for node in dying if abs(ledger.allocations[live[node]].nbytes - rounded(size)) == 0]
             for node in same[:1]:
@@ -207,6 +231,11 @@ def _work(kernels: Kernels, buffer: fx.Node, phase: str) -> Work:
     return Work("bytes", "", (), 0, reads + nbytes_of(buffer), phase)
 
 
+def _maker(buffer: fx.Node) -> fx.Node:
+    """Returns the kernel that makes a buffer, which may be one of several results."""
+    return buffer.all_input_nodes[0] if buffer.target is operator.getitem else buffer
+
+
 def _name(node: fx.Node) -> str:
     schema = getattr(getattr(node, "target", None), "_schema", None)
     return "" if schema is None else str(schema.name).partition("::")[2]
@@ -228,7 +257,8 @@ def is_barrier(node: fx.Node) -> bool:
     """Whether a kernel cannot go on with the result: a sum over other numbers than those of a row."""
     if not _reduces(node):
         return False
-    given, dims = node.args[0].meta["val"], node.args[1] if len(node.args) > 1 else None
+    given = node.all_input_nodes[0].meta["val"]
+    dims: Any = node.args[1] if len(node.args) > 1 else None
     if not isinstance(dims, (list, tuple)) or not dims:
         return True
     return any(dim % max(1, given.ndim) != given.ndim - 1 for dim in dims)
@@ -240,7 +270,7 @@ def _reduces(node: fx.Node) -> bool:
 
 def _is_base(node: fx.Node, user: fx.Node) -> bool:
     """Whether a scatter starts from this node: it is written there at once."""
-    return "index_put" in _name(user) or "scatter" in _name(user) and user.args[0] is node
+    return "index_put" in _name(user) or ("scatter" in _name(user) and user.args[0] is node)
 
 
 def _root(node: fx.Node) -> fx.Node:

@@ -16,10 +16,11 @@ from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch.library import Library
 
-from halfstep.core.devices import Device, computes
+from halfstep.core.devices import Device, computes, emulated
 from halfstep.torch import dtypes
 from halfstep.torch.convert import fp8_choice
 from halfstep.torch.kernels import launch
+from halfstep.torch.optim import masters
 
 _ATEN = torch.ops.aten
 
@@ -29,11 +30,14 @@ def stand_in(hardware: Device, *, compiled: bool = False) -> Iterator[None]:
     """Inside, the meta device is this hardware; `compiled` if graphs are made of what runs there."""
     gpu = hardware.kind in ("nvidia", "amd")
     with ExitStack() as stack:
-        stack.enter_context(patch.object(Tensor, "is_cuda", property(lambda t: gpu and t.device.type == "meta"), create=True))
+        stack.enter_context(
+            patch.object(Tensor, "is_cuda", property(lambda t: gpu and t.device.type == "meta"), create=True)
+        )
         stack.enter_context(patch.object(Tensor, "is_meta", property(lambda t: False), create=True))
         stack.enter_context(patch.object(Tensor, "pin_memory", lambda t, *_: t))
         stack.enter_context(patch.object(fp8_choice, "product_failure", _fails(hardware)))
-        stack.enter_context(patch.dict(fp8_choice.ROWS_INTO_FP32, {"meta": True}))
+        stack.enter_context(patch.object(masters, "compiled", lambda function: function))
+        stack.enter_context(patch.dict(dtypes.ROWS_INTO_FP32, {"meta": True}))
         for module in _modules_with("launch", launch.launch):
             stack.enter_context(patch.object(module, "launch", _nothing))
         for module in _modules_with("describe", dtypes.describe):
@@ -65,7 +69,7 @@ def _nothing(*args: Any, **options: Any) -> None:
 
 def _supported(hardware: Device) -> Any:
     def supported(fmt: Any, device: Any, *, emulate: bool = False) -> Any:
-        return dtypes.emulated(fmt, "tensors") if emulate else dtypes.answer(fmt, hardware)
+        return emulated(fmt, "tensors") if emulate else dtypes.answer(fmt, hardware)
 
     return supported
 
@@ -94,9 +98,7 @@ def _attention(
     return _ATEN._scaled_dot_product_attention_math(q, k, v, attn_mask, dropout_p, is_causal)[0]  # type: ignore
 
 
-def _picked(
-    x: Tensor, target: Tensor, weight: Any = None, reduction: int = 1, ignore_index: int = -100
-) -> Tensor:
+def _picked(x: Tensor, target: Tensor, weight: Any = None, reduction: int = 1, ignore_index: int = -100) -> Tensor:
     """The negative log-likelihood: autograd of torch's own finds no gradient in a graph of the meta device.
 
     Its gradient is pointwise, as inductor makes it of the scatter in torch's own.

@@ -94,7 +94,9 @@ def without_measuring(policy: Policy) -> Policy:
     def forced(value: Any) -> Any:
         return replace(value, measured=False) if isinstance(value, Operand) else value
 
-    rules = [Rule(rule.glob, tuple((role, forced(value)) for role, value in rule.changes)) for rule in policy.rules]
+    rules = [
+        Rule(rule.glob, tuple((role, forced(value)) for role, value in rule.changes)) for rule in policy.rules
+    ]
     return replace(policy, compute=forced(policy.compute), grad=forced(policy.grad), rules=tuple(rules))
 
 
@@ -119,7 +121,8 @@ def of_recipe(config: RunConfig, policy: Policy, hardware: Device) -> Traced:
 
 def of_factory(made: Callable[[], Any], policy: Policy, hardware: Device, *, compiled: bool) -> Traced:
     """Follows a step of what a factory returns: model, optimizer, loss_fn, batch."""
-    policy, found = without_measuring(policy), {}
+    policy = without_measuring(policy)
+    found: dict[str, Any] = {}
 
     def make() -> tuple[Run, Callable[[Any], Any], list[Any], nn.Module]:
         model, optimizer, loss_fn, batch = _checked(made())
@@ -142,7 +145,7 @@ def _checked(made: Any) -> tuple[Any, ...]:
     if elsewhere:
         raise ConfigError(
             f"the factory made `{elsewhere[0]}` on a device: it would need the memory that is to be planned",
-            hint="make the model from its configuration, and name no device: it is made on torch's meta device here",
+            hint="make the model from its configuration and name no device: it is made on the meta device here",
         )
     return made
 
@@ -172,7 +175,13 @@ def _follow(make: Callable[[], Any], hardware: Device, *, compiled: bool, micro_
                 with trace.during("backward"):
                     run.step(loss, [batches[i % len(batches)] for i in range(count)])
         roles = _roles(run, tracker)
-    own = [p for o in run.optimizers if isinstance(o, AdamW | torch.optim.Adam) for g in o.param_groups for p in g["params"]]
+    own = [
+        p
+        for o in run.optimizers
+        if isinstance(o, AdamW | torch.optim.Adam)
+        for g in o.param_groups
+        for p in g["params"]
+    ]
     work = [*trace.work, Work("bytes", "", (), 0, ADAMW_BYTES * sum(p.numel() for p in own), "update")]
     return Traced(
         trace.ledger, roles, tuple(_parameters(run, _travels_in(run.policy))), tuple(work), trace.launches,

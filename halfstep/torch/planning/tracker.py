@@ -76,9 +76,12 @@ class Tracker(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the operation, and notes what it made. torch's fused optimizers, in place, have no kernel on meta."""
+        """Runs the operation, and notes what it made. torch's fused optimizers have no kernel for meta."""
         if self.device == "meta" and function._schema.name.startswith("aten::_fused_"):
             return None
+        if self.device == "meta" and function is _ATEN._local_scalar_dense.default:
+            # Code that reads a number to decide: models ask whether all of a mask is plain, which is usual.
+            return True if args[0].dtype is torch.bool else 1
         out = function(*args, **(kwargs or {}))
         self.note(function, args, kwargs or {}, out)
         return out
@@ -141,7 +144,9 @@ def work_of(
         return Work("attention", dtype, (*queries.shape, ATTENTION[backward]), flops, nbytes, phase)
     a, b = [t for t in matrices if "scaled" not in name or t.element_size() == 1 or t is matrices[0]][-2:]
     lead = a.shape[0] if a.ndim == 3 else 1
-    return Work("matmul", dtype_of_product(a), (lead * a.shape[-2], a.shape[-1], b.shape[-1]), flops, nbytes, phase)
+    return Work(
+        "matmul", dtype_of_product(a), (lead * a.shape[-2], a.shape[-1], b.shape[-1]), flops, nbytes, phase
+    )
 
 
 ATTENTION = {"forward": 1, "backward": 2}  # the last number of a shape of attention
@@ -153,4 +158,5 @@ def dtype_of_product(operand: Tensor) -> str:
 
 
 def _format(dtype: torch.dtype) -> str:
-    return str(format_of(dtype)) if dtype in FLOATS or dtype.itemsize == 1 and dtype.is_floating_point else str(dtype)
+    known = dtype in FLOATS or (dtype.itemsize == 1 and dtype.is_floating_point)
+    return str(format_of(dtype)) if known else str(dtype)

@@ -1,0 +1,84 @@
+"""Plans of a job: how it is spread, what travels, what fits, and how long it takes."""
+
+from dataclasses import replace
+
+import pytest
+
+from halfstep.config.load import load
+from halfstep.config.machines import Machine, Rates, Timed, load_machine
+from halfstep.core.errors import ConfigError
+from halfstep.core.policy import Policy
+from halfstep.tools.plan.machine import save
+from halfstep.tools.plan.plan import plan_recipe, spread
+
+H200 = load_machine("h200")
+SMALL = ["model.layers=2", "model.width=32", "model.heads=2", "model.context=16", "model.vocabulary=64"]
+BF16 = Policy.parse("bf16-mixed")
+
+
+def test_ranks_take_micro_batches_or_rows():
+    config = load("tiny", ["training.batch=6", "training.micro_batches=4"])
+    assert (spread(config, 4, H200).batch, spread(config, 4, H200).micro_batches) == (6, 1)
+    assert (spread(config, 3, H200).batch, spread(config, 3, H200).micro_batches) == (2, 4)
+    with pytest.raises(ConfigError, match="5 GPUs divide neither 4 micro-batches nor a batch of 6"):
+        spread(config, 5, H200)
+
+
+@pytest.mark.parametrize("gpus", [8, 12])
+def test_hybrid_groups_must_be_whole_machines(gpus):
+    config = load("tiny", ["parallel.shard=hybrid", "training.micro_batches=48"])
+    with pytest.raises(ConfigError, match="hybrid"):
+        spread(config, gpus, H200)
+    assert spread(config, 16, H200).copies == 2
+
+
+@pytest.mark.prove
+def test_what_travels_is_what_each_engine_sends():
+    config = load("tiny", [*SMALL, "training.micro_batches=4"])
+    numbers = config.model.num_parameters
+    alone, ddp = (plan_recipe(config, BF16, H200, gpus, 0.0) for gpus in (1, 4))
+    assert sum(alone.sent.values()) == 0
+    assert ddp.sent == {"weights": 0, "gradients": 2 * (numbers * 4 * 3 // 4)}
+    config = load("tiny", [*SMALL, "training.micro_batches=4", "parallel.shard=full"])
+    fsdp = plan_recipe(config, BF16, H200, 4, 0.0)
+    assert fsdp.sent["gradients"] == numbers * 4 * 3 // 4
+    assert 0 < fsdp.sent["weights"] < 2 * numbers * 4
+    assert fsdp.memory["moments"] < ddp.memory["moments"] / 3
+
+
+@pytest.mark.prove
+def test_a_batch_that_does_not_fit_names_the_largest_that_does():
+    config = load("tiny", [*SMALL, "training.batch=64"])
+    whole = plan_recipe(config, BF16, H200, 1, 2.5)
+    small = replace(H200, memory=whole.reserved - 2**21)
+    plan = plan_recipe(config, BF16, small, 1, 2.5)
+    assert whole.fits
+    assert not plan.fits
+    assert 0 < plan.largest < 64 < whole.largest
+    assert plan.to_dict()["price"] == [hours * 2.5 for hours in plan.gpu_hours]
+
+
+@pytest.mark.prove
+def test_timed_shapes_make_a_number_of_a_range():
+    machine = Machine("M", "nvidia", 10**11, 1e12, Rates(fp32=1e13, bf16=1e14), capability=(9, 0), launch=0.0)
+    config = load("tiny", SMALL)
+    low, high = plan_recipe(config, BF16, machine, 1, 0.0).seconds
+    assert low < high
+    from halfstep.torch.planning.step import of_recipe
+
+    work = of_recipe(config, BF16, machine.hardware).work
+    timed = tuple(Timed(w.kind, w.format, w.shape, 1e-6, w.flops) for w in work if w.kind != "bytes")  # type: ignore[arg-type]
+    timed += (Timed("bytes", "", (8,), 1e-12, 1.0),)
+    plan = plan_recipe(config, BF16, replace(machine, timed=timed), 1, 0.0)
+    assert plan.seconds[0] == plan.seconds[1]
+    assert plan.timed == 1.0
+
+
+@pytest.mark.prove
+def test_a_machine_file_of_this_machine_reads_back(tmp_path):
+    path = tmp_path / "mine.toml"
+    machine = save(path, load("tiny", [*SMALL, "training.batch=2"]), "cpu")
+    assert load_machine(str(path)) == machine
+    assert {timed.kind for timed in machine.timed} == {"matmul", "attention", "bytes"}
+    with pytest.raises(ConfigError, match="exists"):
+        save(path, load("tiny", SMALL), "cpu")
