@@ -64,7 +64,7 @@ def run_recipe(config: Any, policy: Policy, device: str) -> Callable[[], Any]:
 
 
 def run_factory(made: Callable[[], Any], policy: Policy, *, compiled: bool) -> Callable[[], Any]:
-    """Returns a function that makes an update in a loop of one's own."""
+    """Returns a function that makes an update in your own loop."""
     model, optimizer, loss_fn, batch = made()
     run = prepare(model, optimizer, policy)
     called = torch.compile(loss_fn) if compiled else loss_fn
@@ -118,10 +118,10 @@ def settings(case: str, batch: int, compiled: bool, options: argparse.Namespace)
 def row(case: str, policy: str, compiled: bool, plan: Plan, peak: float, seconds: float) -> list[str]:
     """Returns what is printed of a case."""
     low, high = plan.seconds
-    told = f"{low * 1e3:.1f} to {high * 1e3:.1f}" if high > 1.01 * low else f"{low * 1e3:.1f}"
+    shown = f"{low * 1e3:.1f} to {high * 1e3:.1f}" if high > 1.01 * low else f"{low * 1e3:.1f}"
     off = f"{(low + high) / 2 / seconds - 1:+.1%}" if seconds else ""
     memory = [f"{plan.peak / 2**20:,.1f}", f"{peak / 2**20:,.1f}", f"{plan.peak / peak - 1:+.1%}"]
-    return [case, policy, "compiled" if compiled else "eager", *memory, told, f"{seconds * 1e3:.1f}", off]
+    return [case, policy, "compiled" if compiled else "eager", *memory, shown, f"{seconds * 1e3:.1f}", off]
 
 
 def machine_of(options: argparse.Namespace) -> Any:

@@ -254,7 +254,7 @@ def is_called(node: fx.Node) -> bool:
 
 
 def is_barrier(node: fx.Node) -> bool:
-    """Whether a kernel cannot go on with the result: a sum over other numbers than those of a row."""
+    """Whether a kernel cannot continue with the result: a sum over other numbers than those of a row."""
     if not _reduces(node):
         return False
     given = node.all_input_nodes[0].meta["val"]
