@@ -48,7 +48,7 @@ def test_it_holds_what_a_real_step_holds_on_a_cpu(policy):
 
 @pytest.mark.prove
 def test_the_roles_of_a_recipe_add_up():
-    config = load("tiny", [*SMALL, "training.batch=32"])
+    config = load("tiny", [*SMALL, "training.batch=32", "optimizer.name=adamw"])
     traced = of_recipe(config, Policy.parse("bf16-mixed,param=fp32:split"), H200)
     found, numbers = traced.ledger.by_role(traced.role), config.model.num_parameters
     assert found["moments"] == pytest.approx(8 * numbers, rel=0.2)  # and a count of steps each, in blocks of 512
