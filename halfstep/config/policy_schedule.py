@@ -18,7 +18,6 @@ from halfstep.config.schema import wrong
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.formats import Format
 from halfstep.core.policy import Policy, read
-from halfstep.core.state_format import OF_BACKEND, OF_POLICY, Stored, convert
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class PolicySchedule:
     def check(self, model: ModelConfig) -> None:
         """Refuses a policy that would round what the one before it has learned."""
         for (_, before), (after, now) in zip(self.phases, self.phases[1:], strict=False):
-            was, will = (_held(policy, model) for policy in (before, now))
+            was, will = (held(policy, model) for policy in (before, now))
             lossy = [key for key in was if not _fits(was[key], will[key])]
             if lossy:
                 (parameter, role), more = lossy[0], len({name for name, _ in lossy}) - 1
@@ -126,7 +125,8 @@ class PolicySchedule:
                 )
 
 
-def _held(policy: Policy, model: ModelConfig) -> dict[tuple[str, str], Format]:
+def held(policy: Policy, model: ModelConfig) -> dict[tuple[str, str], Format]:
+    """Returns the formats of masters and moments, by parameter and role."""
     shapes = parameter_shapes(model)
     values: Mapping[str, Any] = policy.resolve([*module_names(model), *(n for n in shapes if "." not in n)])
     formats: dict[tuple[str, str], Format] = {}
@@ -143,35 +143,3 @@ def _fits(narrow: Format, wide: Format) -> bool:
         and narrow.max_exponent <= wide.max_exponent
         and narrow.smallest_subnormal >= wide.smallest_subnormal
     )
-
-
-def held_formats(policy: Policy, model: ModelConfig, state: Mapping[str, Stored]) -> dict[str, Format]:
-    """Returns the formats that a policy gives the masters and moments of a state."""
-    formats, shapes = dict[str, Format](), parameter_shapes(model)
-    for (parameter, role), fmt in _held(policy, model).items():
-        if role == "param":
-            formats[f"model.{parameter}"] = fmt
-            continue
-        moments = [name for name in state if name.startswith("optimizer.") and f".{parameter}." in name]
-        formats |= {name: fmt for name in moments if len(state[name].shape) == len(shapes[parameter])}
-    return formats
-
-
-def carry_over(
-    given: Mapping[str, Stored],
-    ours: Mapping[str, Stored],
-    before: Policy,
-    now: Policy,
-    model: ModelConfig,
-    *,
-    crosses: bool = False,
-) -> dict[str, Stored]:
-    """Returns a state that the policy `before` left as a fresh run of the policy `now`, with `ours`, holds it.
-
-    What belongs to the policy `now` alone starts anew, and so does what belongs to a backend, if the run `crosses`
-    to another. A loss scale is kept if both policies scale alike, and so are amaxes of layers that both delay.
-    """
-    anew = tuple(each for each in OF_POLICY if each != "scale." or before.scale != now.scale)
-    state = convert(given, ours, held_formats(now, model, ours), anew + (OF_BACKEND if crosses else ()))
-    known = {} if crosses else {name: given[name] for name in state.keys() & given.keys()}
-    return state | {name: value for name, value in known.items() if name.startswith("amax.")}

@@ -20,8 +20,9 @@ from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 from numpy.typing import NDArray
 
+from halfstep.config.carry_over import carry_over
 from halfstep.config.model import reach
-from halfstep.config.policy_schedule import carry_over, check_later
+from halfstep.config.policy_schedule import check_later
 from halfstep.config.run import RunConfig
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.core import host

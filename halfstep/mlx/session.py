@@ -9,9 +9,10 @@ import numpy as np
 from mlx.optimizers import MultiOptimizer
 from numpy.typing import NDArray
 
+from halfstep.config.carry_over import carry_over
 from halfstep.config.groups import moments, parameter_groups
 from halfstep.config.model import reach
-from halfstep.config.policy_schedule import carry_over, check_later
+from halfstep.config.policy_schedule import check_later
 from halfstep.config.run import OptimizerConfig, RunConfig
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.core.audit.cause import Cause

@@ -12,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from halfstep.config.carry_over import carry_over
 from halfstep.config.groups import parameter_groups
 from halfstep.config.model import reach
-from halfstep.config.policy_schedule import carry_over, check_later
+from halfstep.config.policy_schedule import check_later
 from halfstep.config.run import OptimizerConfig, RunConfig
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.core.audit.cause import Cause

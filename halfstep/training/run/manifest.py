@@ -27,8 +27,9 @@ import numpy as np
 import safetensors
 
 from halfstep import __version__
+from halfstep.config.carry_over import carry_over
 from halfstep.config.flops import flops_per_token
-from halfstep.config.policy_schedule import PolicySchedule, ScheduleEntry, carry_over
+from halfstep.config.policy_schedule import PolicySchedule, ScheduleEntry
 from halfstep.config.run import Backend, RunConfig, TrainingConfig, in_words
 from halfstep.config.schema import Count, build, to_table
 from halfstep.core.choice import Choice
