@@ -56,11 +56,11 @@ def plan(
         raise ConfigError("--gpus is at least 1, and --price is not negative", hint="such as --gpus 8 --price 2.5")
     machine = load_machine(gpu)
     planned, default = _planner(target, overrides, machine, gpus, price)
-    names = policy or (default,)
+    policies = {name: Policy.parse(read_policy(name)) for name in policy or (default,)}
     plans = []
-    for name in names:
+    for name, each in policies.items():
         print_words(f"following a step of {target} under {name}")
-        plans.append(planned(Policy.parse(read_policy(name))))
+        plans.append(planned(each))
     if json:
         print_json({"machine": machine.name, "plans": [each.to_dict() for each in plans]})
     else:

@@ -47,7 +47,8 @@ def test_json_and_what_does_not_fit(capsys, tmp_path):
 
 def test_bad_input_is_refused_with_the_way_out(capsys):
     for arguments, words in {
-        ("tiny", "--gpu", "h2000"): "did you mean `h200`?",
+        ("tiny", "--gpu", "h2000"): "did you mean `h200`? on that machine `halfstep probe --save mine.toml`",
+        ("tiny", "--gpu", "gtx"): "hint: on that machine `halfstep probe --save mine.toml` makes a file",
         ("tinny", "--gpu", "h200"): "unknown recipe `tinny`",
         ("tiny", "--gpu", "h200", "--gpus", "0"): "--gpus is at least 1",
         ("a:b", "--gpu", "h200", "--set", "model.width=4"): "changes nothing of a factory",

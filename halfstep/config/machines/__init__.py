@@ -113,7 +113,7 @@ def load_machine(name: str) -> Machine:
         make = "on that machine `halfstep probe --save mine.toml` makes a file; then --gpu mine.toml"
         raise ConfigError(
             f"there is no machine file for `{name}`; there are {', '.join(known)}",
-            hint=did_you_mean(name, known, otherwise=make),
+            hint=f"{meant} {make}" if (meant := did_you_mean(name, known)) else make,
         )
     text = (resources.files("halfstep.config") / "machines" / f"{name}.toml").read_text(encoding="utf-8")
     return _built(parse_toml(text, f"{name}.toml"))

@@ -17,6 +17,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch.library import Library
 
 from halfstep.core.devices import Device, computes, emulated
+from halfstep.core.errors import PolicyError
 from halfstep.torch import dtypes
 from halfstep.torch.convert import fp8_choice
 from halfstep.torch.kernels import launch
@@ -53,7 +54,11 @@ def stand_in(hardware: Device, *, compiled: bool = False) -> Iterator[None]:
             for name, value in {"is_cuda": gpu, "is_meta": False}.items():
                 stack.enter_context(patch.object(TensorVariable, f"method_attr_{name}", _says(value), create=True))
         stack.callback(library._destroy)
-        yield
+        try:
+            yield
+        except PolicyError as error:
+            named = error.message.replace(" on meta", f" on {hardware.name}")
+            raise PolicyError(named, hint=error.hint) from None
 
 
 def _modules_with(name: str, function: Any) -> list[Any]:
