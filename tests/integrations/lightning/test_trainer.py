@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric under a policy: the bits of a loop by hand, resumed exactly, nothing bypassed."""
+"""Lightning's Trainer under a policy: the bits of a loop by hand, resumed exactly, nothing bypassed."""
 
 import copy
 import gc
@@ -10,110 +10,31 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.nn import functional as F
 
 from halfstep.core.errors import HalfstepError, ScalingError
 from halfstep.integrations.lightning import Fabric, HalfstepPrecision
-from halfstep.torch import AdamW, prepare
-
-FP32, BF16, FP16 = (pytest.param(name, marks=pytest.mark.prove) for name in ("fp32", "bf16-mixed", "fp16-mixed"))
-POLICIES = [FP32, "bf16-mixed", "fp16-mixed"]
-SPLIT = "bf16-mixed,param=fp32:split"
-NARROW = pytest.param("bf16-mixed,moments=bf16", marks=pytest.mark.prove)
-MICRO, CLIP = 2, 0.2
+from halfstep.torch import AdamW
+from tests.integrations.lightning.modules import (
+    BF16,
+    CLIP,
+    FP16,
+    FP32,
+    MICRO,
+    NARROW,
+    POLICIES,
+    SPLIT,
+    Module,
+    assert_same,
+    by_hand,
+    dtype_of,
+    fit,
+    loader,
+    network,
+    trainer,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning")
-
-
-def network():
-    torch.manual_seed(0)
-    layers = nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 11)
-    return nn.Sequential(*layers)
-
-
-class Module(lightning.LightningModule):
-    def __init__(self, optimizer=torch.optim.AdamW):
-        super().__init__()
-        self.net, self.optimizer = network(), optimizer
-        self.bad, self.seen = (), []
-
-    def training_step(self, batch, index):
-        logits = self.net(batch[0])
-        self.seen.append(logits.dtype)
-        loss = F.cross_entropy(logits, batch[1])
-        return loss * float("inf") if index in self.bad else loss
-
-    def validation_step(self, batch, index):
-        self.log("validation_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
-
-    test_step = validation_step
-
-    def predict_step(self, batch, index):
-        return self.net(batch[0])
-
-    def configure_optimizers(self):
-        optimizer = self.optimizer(self.parameters(), lr=3e-3)
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=20)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def batches(count=8):
-    draw = torch.Generator().manual_seed(1)
-    return [tuple(pair) for pair in torch.randint(0, 11, (count, 2, 32), generator=draw)]
-
-
-def loader():
-    return torch.utils.data.DataLoader(batches(), batch_size=None)
-
-
-def trainer(folder, policy, epochs=1, **given):
-    plugins = HalfstepPrecision(policy) if isinstance(policy, str) else policy
-    options = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    options |= {"accelerator": "cpu", "num_sanity_val_steps": 0, "default_root_dir": folder, "max_epochs": epochs}
-    return lightning.Trainer(plugins=plugins, **(options | {"enable_checkpointing": False} | given))
-
-
-def fit(folder, policy, epochs=1, module=None, resume=None, **given):
-    module = Module() if module is None else module
-    torch.manual_seed(2)
-    fitted = trainer(folder, policy, epochs, **given)
-    fitted.fit(module, loader(), ckpt_path=resume, weights_only=True)
-    return module, fitted
-
-
-def by_hand(policy, updates, micro_batches=MICRO, dropout=0.1):
-    """The same training without Lightning."""
-    module = Module()
-    module.net[3].p = dropout
-    made = torch.optim.AdamW(module.parameters(), lr=3e-3)
-    schedule = torch.optim.lr_scheduler.LinearLR(made, 0.5, total_iters=20)
-    run = prepare(module, made, policy, clip_norm=CLIP)
-    torch.manual_seed(2)
-    data = iter(loader())  # which draws a number
-    for _ in range(updates):
-        for _ in range(micro_batches):
-            inputs, targets = next(data)
-            loss = F.cross_entropy(module.net(inputs).float(), targets) / micro_batches
-            run.backward(loss, normalized=True)
-        run.update()
-        schedule.step()
-    return module
-
-
-def assert_same(one, other):
-    states = one.state_dict(), other.state_dict()
-    assert states[0].keys() == states[1].keys()
-    for name, value in states[0].items():
-        assert torch.equal(value, states[1][name]), name
-
-
-def dtype_of(policy):
-    return {"fp32": torch.float32, "fp16": torch.float16}.get(policy[:4], torch.bfloat16)
-
-
-# The Trainer
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, SPLIT])
@@ -475,179 +396,3 @@ def test_schedulers_warn_of_nothing(tmp_path):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*lr_scheduler.*")
         fit(tmp_path, "bf16-mixed", module=Module(AdamW), limit_train_batches=2)
-
-
-# Fabric
-
-
-def fabric_of(policy):
-    return Fabric(policy=policy, accelerator="cpu")
-
-
-def loop(fabric, model, optimizer, updates, first=0):
-    data = batches()
-    for update in range(first, updates):
-        for place in range(MICRO):
-            inputs, targets = data[(update * MICRO + place) % len(data)]
-            fabric.backward(F.cross_entropy(model(inputs), targets) / MICRO)
-        fabric.clip_gradients(model, optimizer, max_norm=CLIP)
-        result = optimizer.step()
-        optimizer.zero_grad()
-    return result
-
-
-def set_up(policy, optimizer=torch.optim.AdamW, *, apart=False):
-    fabric, model = fabric_of(policy), network()
-    if apart:
-        model = fabric.setup_module(model)
-        return fabric, model, fabric.setup_optimizers(optimizer(model.parameters(), lr=3e-3))
-    return fabric, *fabric.setup(model, optimizer(model.parameters(), lr=3e-3))
-
-
-@pytest.mark.parametrize("policy", [*POLICIES, SPLIT])
-@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
-def test_fabric_takes_the_steps_of_a_loop_by_hand(policy, apart):
-    fabric, model, optimizer = set_up(policy, apart=apart)
-    torch.manual_seed(2)
-    result = loop(fabric, model, optimizer, 3)
-    assert float(result.grad_norm) > CLIP
-    net = network()
-    run, data = prepare(net, torch.optim.AdamW(net.parameters(), lr=3e-3), policy, clip_norm=CLIP), batches()
-    torch.manual_seed(2)
-    for update in range(3):
-        for place in range(MICRO):
-            inputs, targets = data[update * MICRO + place]
-            run.backward(F.cross_entropy(net(inputs), targets) / MICRO, normalized=True)
-        run.update()
-    assert_same(net, model)
-
-
-@pytest.mark.parametrize("policy", [FP32, BF16, FP16, SPLIT, NARROW])
-def test_a_checkpoint_of_fabric_resumes_to_the_same_bits(policy, tmp_path):
-    def go(last, resume=False):
-        fabric, model, optimizer = set_up(policy)
-        torch.manual_seed(2)
-        state = {"model": model, "optimizer": optimizer, "update": 0}
-        if resume:
-            rest = fabric.load(tmp_path / "saved.ckpt", state)
-            assert rest == {"extra": 7}
-        loop(fabric, model, optimizer, last, state["update"])
-        fabric.save(tmp_path / "saved.ckpt", {**state, "update": last, "extra": 7})
-        return model, fabric.run_of(model)
-
-    whole, run = go(4)
-    go(2)
-    resumed, again = go(4, resume=True)
-    assert_same(whole, resumed)
-    tensors = [each.state_dict()["tensors"] for each in (run, again)]
-    assert all(torch.equal(value, tensors[1][name]) for name, value in tensors[0].items())
-
-
-def test_weights_alone_are_saved_and_loaded_as_fabric_does(tmp_path):
-    fabric, model, optimizer = set_up("bf16-mixed")
-    loop(fabric, model, optimizer, 1)
-    fabric.save(tmp_path / "weights.ckpt", {"model": model})
-    assert torch.load(tmp_path / "weights.ckpt", weights_only=True).keys() == {"model"}
-    other, fresh, stepped = set_up("bf16-mixed")
-    other.load(tmp_path / "weights.ckpt", {"model": fresh})
-    assert_same(model, fresh)
-    for strict in (True, False):
-        with pytest.raises(HalfstepError, match="has no state of a run"):
-            other.load(tmp_path / "weights.ckpt", {"model": fresh, "optimizer": stepped}, strict=strict)
-    fabric.save(tmp_path / "all.ckpt", {"model": model, "first": optimizer})
-    with pytest.raises(HalfstepError, match="no run for `optimizer`, only for first"):
-        other.load(tmp_path / "all.ckpt", {"model": fresh, "optimizer": stepped}, strict=False)
-    with pytest.raises(HalfstepError, match="the entry of the runs' states"):
-        fabric.save(tmp_path / "all.ckpt", {"halfstep": 1})
-
-
-def test_fabric_clips_by_value_and_returns_norms():
-    fabric, model, optimizer = set_up("fp16-mixed")
-    inputs, targets = batches()[0]
-    fabric.backward(F.cross_entropy(model(inputs), targets))
-    norm = fabric.clip_gradients(model, optimizer, max_norm=CLIP)
-    result = optimizer.step()
-    assert float(norm) == pytest.approx(float(result.grad_norm), rel=2**-20)
-    assert not result.skipped
-    fabric.backward(F.cross_entropy(model(inputs), targets))
-    fabric.clip_gradients(model, optimizer, clip_val=1e-3)
-    assert max(float(p.grad.abs().max()) for p in model.parameters()) <= 1e-3 * (1 + 2**-20)
-    norm = fabric.clip_gradients(model, optimizer, max_norm=CLIP)
-    assert float(norm) == float(optimizer.step().grad_norm) > 0
-    fabric.backward(F.cross_entropy(model(inputs), targets))
-    assert float(optimizer.step().grad_norm) > 0  # and no clipping is left from before
-    assert fabric.run_of(model).clip_norm == 0.0
-
-
-def test_fabric_skips_and_returns_the_flag():
-    fabric, model, optimizer = set_up("fp16-mixed")
-    inputs, targets = batches()[0]
-    before = copy.deepcopy(model.state_dict())
-    fabric.backward(F.cross_entropy(model(inputs), targets) * float("inf"))
-    assert optimizer.step().skipped
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-    def closure():
-        loss = F.cross_entropy(model(inputs), targets)
-        fabric.backward(loss)
-        return loss
-
-    assert optimizer.step(closure) > 0
-    assert int(fabric.run_of(model).num_applied) == 1
-
-
-def test_fabric_with_two_models_needs_to_know_whose_loss_it_is():
-    fabric, model, optimizer = set_up("bf16-mixed")
-    teacher = fabric.setup(network())
-    inputs, targets = batches()[0]
-    with torch.no_grad():
-        teacher(inputs)
-    fabric.backward(F.cross_entropy(model(inputs), targets))
-    optimizer.step()
-    other = network()
-    other, second = fabric.setup(other, torch.optim.SGD(other.parameters(), lr=0.1))
-    with pytest.raises(HalfstepError, match="2 models were set up"):
-        fabric.backward(F.cross_entropy(model(inputs), targets))
-    fabric.backward(F.cross_entropy(other(inputs), targets), model=other)
-    second.step()
-    assert [int(fabric.run_of(each).num_applied) for each in (model, other)] == [1, 1]
-
-
-def test_fabric_reaches_functions_outside_of_the_model():
-    fabric, model, _ = set_up("bf16-mixed")
-    logits = model(batches()[0][0])
-    assert logits.dtype == torch.float32
-    with fabric.autocast():
-        narrow = F.cross_entropy(logits.bfloat16(), batches()[0][1])
-    assert narrow.dtype == torch.float32
-
-
-def test_fabric_runs_the_steps_of_a_lightning_module_inside_the_policy():
-    module = Module()
-    fabric, optimizer = fabric_of("fp16-mixed"), torch.optim.AdamW(module.parameters(), lr=3e-3)
-    model, stepped = fabric.setup(module, optimizer)
-    loss = model.training_step(batches()[0], 0)
-    assert loss.dtype == torch.float32  # of fp16 logits
-    assert module.seen == [torch.float16]
-    fabric.backward(loss)
-    assert not stepped.step().skipped
-
-
-def test_what_fabric_would_bypass_is_refused():
-    fabric, model, optimizer = set_up("bf16-mixed")
-    loss = F.cross_entropy(model(batches()[0][0]), batches()[0][1])
-    with pytest.raises(RuntimeError, match=r"call `fabric\.backward"):
-        loss.backward()
-    refused = {
-        "precision='bf16-mixed' were given": lambda: Fabric(policy="fp32", precision="bf16-mixed"),
-        "retain_graph=True": lambda: fabric.backward(loss, retain_graph=True),
-        "error_if_nonfinite=True": lambda: fabric.clip_gradients(
-            model, optimizer, max_norm=1.0, error_if_nonfinite=True
-        ),
-        "was not set up": lambda: fabric.run_of(network()),
-        "no model that was set up": lambda: fabric.setup_optimizers(torch.optim.SGD(network().parameters())),
-    }
-    for words, call in refused.items():
-        with pytest.raises(HalfstepError, match=words) as caught:
-            call()
-        assert caught.value.hint

@@ -7,16 +7,15 @@ from concurrent.futures.process import BrokenProcessPool
 import numpy
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.nn import functional as F
 
 from halfstep.core.errors import HalfstepError
 from halfstep.integrations.lightning import Fabric, HalfstepPrecision
-from tests.integrations.test_lightning import (
+from tests.integrations.lightning.modules import (
     CLIP,
     MICRO,
     SPLIT,
-    Callback,
     Module,
     assert_same,
     batches,
