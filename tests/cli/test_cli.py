@@ -203,7 +203,7 @@ BAD = {
     ),
     "command": (
         ["polcy"],
-        'error: unknown command "polcy". Did you mean "policy"? Available commands: train, eval, sample, artifact, export, data, probe, formats, ...\n\n'
+        'error: unknown command "polcy". Did you mean "policy"? Available commands: train, eval, sample, artifact, export, data, probe, plan, ...\n\n'
         "hint: see `halfstep --help`\n",
     ),
     "option": (
