@@ -89,7 +89,7 @@ def policies(draw):
 
 
 @given(policies())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_text_and_toml_read_back(policy):
     assert Policy.parse(str(policy)) == policy
     assert str(Policy.parse(str(policy))) == str(policy)

@@ -24,6 +24,7 @@ def printed(output, word):
     return next(line.split()[1:] for line in output.splitlines() if line.startswith(word))
 
 
+@pytest.mark.prove
 def test_a_script_behind_a_launcher_ends_after_its_updates(capfd):
     command = f"export OMP_NUM_THREADS=1; {shlex.join([sys.executable, PLAIN])} 50"
     outcome = run(["bash", "-c", command], steps=3)

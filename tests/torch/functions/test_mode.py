@@ -468,7 +468,8 @@ def test_a_leaf_multiplies_in_compute_and_tensors_of_another_class_run_as_that_s
     assert F.softmax in seen
 
 
-@pytest.mark.parametrize("held", [pytest.param("", marks=pytest.mark.prove), ",param=fp32:split"])
+@pytest.mark.prove
+@pytest.mark.parametrize("held", ["", ",param=fp32:split"])
 def test_compiled_whole_it_is_what_it_is_eagerly(held):
     class Model(nn.Module):
         def __init__(self):
