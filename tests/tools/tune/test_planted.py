@@ -5,7 +5,7 @@ import json
 import pytest
 
 from examples.fragile_layer import plant
-from halfstep.cli.app import run
+from halfstep.cli.main import run
 from halfstep.config.load import load, read_policy
 from halfstep.config.model import module_names
 from halfstep.core.policy import Policy
