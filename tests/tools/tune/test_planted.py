@@ -22,7 +22,7 @@ SMALL = (
 @pytest.mark.prove
 def test_planted_layer_is_found_and_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    fragile = plant("fragile", SMALL)
+    fragile = plant("fragile", SMALL, "blocks.1.mlp")
     assert run(["tune", "fragile.toml", "--steps", "20", "--grad", "e5m2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     everything, chosen = found["policies"][0], found["policies"][-1]
