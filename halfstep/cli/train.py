@@ -250,16 +250,13 @@ def _prepare(
     deadline: float | None,
 ) -> "Loop":
     """Reads the data, chooses the precision and builds the loop; says what it is doing before it takes seconds."""
-    from halfstep import __version__
     from halfstep.config.policy_schedule import PolicySchedule
     from halfstep.core.policy import read_as
     from halfstep.tools import probe
     from halfstep.training import paths
     from halfstep.training.data.load import load_corpus
-    from halfstep.training.job import code_digest
     from halfstep.training.loop import Loop
     from halfstep.training.run import determinism
-    from halfstep.training.session import backend_version
     from halfstep.training.telemetry import loggers
     from halfstep.training.telemetry.ceiling import UNMEASURED
 
@@ -268,9 +265,7 @@ def _prepare(
     loggers.check(config.training.loggers)
     device = job.connect(config, device)
     if job.ranks > 1:
-        job.check_same(asked, "start every rank with the same arguments")
-        own = {"halfstep": f"{__version__} ({code_digest()})", config.backend: backend_version(config)}
-        job.check_same(own, "install the same versions on every machine")
+        _check_alike(job, asked, config)
         held = SHARED[config.parallel.shard] if config.backend == "torch" else "each with the whole state"
         say(f"{job.ranks} processes, {held}")
     say(f"reading `{config.data.source}`")
@@ -303,6 +298,17 @@ def _prepare(
         ceiling=ceiling,
         job=job,
     )
+
+
+def _check_alike(job: "Job", asked: "dict[str, object]", config: "RunConfig") -> None:
+    """Refuses ranks that were asked for something else, or that run other code."""
+    from halfstep import __version__
+    from halfstep.training.job import code_digest
+    from halfstep.training.session import backend_version
+
+    job.check_same(asked, "start every rank with the same arguments")
+    own = {"halfstep": f"{__version__} ({code_digest()})", config.backend: backend_version(config)}
+    job.check_same(own, "install the same versions on every machine")
 
 
 def _resolve(
