@@ -47,7 +47,7 @@ API = {
         *("layer_norm", "rms_norm", "softmax", "cross_entropy", "quantize"),
     ],
     "halfstep.mlx": [
-        *("prepare", "audit", "Run", "StepResult", "CastedLinear", "Norm"),
+        *("prepare", "audit", "Run", "StepResult", "AdamW", "Muon", "CastedLinear", "Norm"),
         *("casts_for", "linear", "attention", "layer_norm", "rms_norm", "softmax", "cross_entropy", "quantize"),
     ],
 }
@@ -213,7 +213,7 @@ def _methods(name: str, kind: type) -> list[str]:
     """Returns the methods and properties of a class that the page shows, in the order of the source."""
     chosen = METHODS.get(name, [])
     if chosen is not None:
-        return chosen
+        return [method for method in chosen if hasattr(kind, method)]  # optimizers differ by backend
     kinds = (types.FunctionType, property, classmethod)
     public = [key for key, value in vars(kind).items() if isinstance(value, kinds) and not key.startswith("_")]
     return [key for key in public if key not in INTERNAL.get(name, ())]

@@ -9,6 +9,8 @@ from .layers import linear as linear
 from .layers import rms_norm as rms_norm
 from .layers import softmax as softmax
 from .lowering import casts_for as casts_for
+from .optim.optimizers import AdamW as AdamW
+from .optim.optimizers import Muon as Muon
 from .step import Run as Run
 from .step import StepResult as StepResult
 from .step import prepare as prepare

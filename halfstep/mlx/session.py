@@ -82,7 +82,7 @@ class Session:
             check_later(config.schedule, lambda later: check_policy(self.model, later, names))
             check_later(config.schedule, lambda later: check_reach(later, reach(config.model)))
             self.conversion = apply(self.model, policy, names)
-            optimizer = build_optimizers(self.model, config.optimizer, policy)
+            optimizer = build_optimizers(self.model, config.optimizer)
             self.run = Run(
                 self.model,
                 optimizer,
@@ -275,14 +275,13 @@ class Session:
             masters.remainders.update(remainders)
 
 
-def build_optimizers(model: Decoder, config: OptimizerConfig, policy: Policy) -> Optimizer:
+def build_optimizers(model: Decoder, config: OptimizerConfig) -> Optimizer:
     """Returns Muon for the matrices in blocks if the recipe says so, and AdamW for the rest, one per group."""
     built: list[Optimizer] = []
     groups = parameter_groups(model.config, config)
     for group in groups:
         if group.muon:
-            formats = (policy.compute.format, policy.emulate)
-            built.append(Muon(group.rate, config.muon_momentum, group.weight_decay, *formats))
+            built.append(Muon(group.rate, config.muon_momentum, group.weight_decay))
         else:
             built.append(AdamW(group.rate, config.betas, config.epsilon, group.weight_decay))
     filters = [lambda name, _, names=set(group.names): name in names for group in groups[:-1]]

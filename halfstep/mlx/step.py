@@ -49,7 +49,7 @@ from halfstep.mlx.observe.monitor import Monitor
 from halfstep.mlx.observe.recording import Recorder, forward_ends, recording
 from halfstep.mlx.observe.updates import UpdateNumbers
 from halfstep.mlx.optim.masters import Masters
-from halfstep.mlx.optim.optimizers import leaves_of
+from halfstep.mlx.optim.optimizers import Muon, leaves_of
 from halfstep.mlx.parallel.ranks import TIMEOUT, Ranks, ranks_of
 from halfstep.mlx.run.checks import check_loss, check_parts, check_weight, measured_choice, resolve_compile
 from halfstep.mlx.state import Live, load_state, set_random_key, state_of
@@ -171,6 +171,9 @@ class Run:
         self._measured: list[UpdateNumbers] = []  # what wants to see the next update
         if ranks is not None:
             self._start_as_rank_0(ranks)
+        for each in self.optimizers:
+            if isinstance(each, Muon):
+                each.bind(self.policy.compute.format, emulate=self.policy.emulate)
         optimizer.update = _refuse_update  # type: ignore[method-assign]
         optimizer.init(tree_unflatten(list(self.masters.wide().items())))
         self._cast_moments()

@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 
 from halfstep.config.groups import NEWTON_SCHULZ
 from halfstep.core.errors import HalfstepError
-from halfstep.core.formats import FP32, Format
+from halfstep.core.formats import FP32, Format, parse
 from halfstep.mlx.cast import carried
 from halfstep.mlx.dtypes import dtype_of
 
@@ -53,20 +53,28 @@ class AdamW(mlx.optimizers.AdamW):
 
 
 class Muon(Optimizer):
-    """Muon with Nesterov momentum, for matrices; those of one shape are updated in one batch."""
+    """Muon with Nesterov momentum, for matrices; those of one shape are updated in one batch.
+
+    The Newton-Schulz steps run in `iteration`, by default the compute format of the policy that a run has.
+    """
 
     def __init__(
         self,
         learning_rate: Rate = 0.02,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
-        iteration: Format = FP32,
+        iteration: Format | str | None = None,
         emulate: bool = False,
     ):
         super().__init__()
         self._maybe_schedule("learning_rate", learning_rate)
         self.momentum, self.weight_decay = mx.array(momentum), weight_decay
-        self.iteration, self.emulate = iteration, emulate
+        self.own = parse(iteration) if isinstance(iteration, str) else iteration
+        self.iteration, self.emulate = self.own or FP32, emulate
+
+    def bind(self, compute: Format, *, emulate: bool) -> None:
+        """Sets the formats of a policy; the iteration runs in `compute` unless it was given its own format."""
+        self.iteration, self.emulate = self.own or compute, emulate
 
     @property
     def momentum(self) -> mx.array:
