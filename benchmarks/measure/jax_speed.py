@@ -213,7 +213,8 @@ def flax_gpt(config: Any, *, cudnn: bool, by_hand: bool) -> Any:
     rngs, dtype = nnx.Rngs(0), {"dtype": jnp.bfloat16} if by_hand else {}
 
     def flash(query: Any, key: Any, value: Any, **_: Any) -> Any:
-        return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+        q, k, v = (x.astype(jnp.bfloat16) for x in (query, key, value))  # cuDNN takes no fp32
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
     class Block(nnx.Module):
         def __init__(self) -> None:
