@@ -16,8 +16,9 @@ random, the same in every arm, and so are first weights wherever the model is th
 
 Each arm is a process of its own, so its peak memory is its own too: what the framework's allocator counts, without
 preallocation. A group (a pair, or three with torch) compiles one by one, then takes turns in rounds, in reverse
-order every other round, and ends before the next group compiles. A ratio is the median over rounds of the
-time by hand over our time in the same round. Exits with 1 if one is below 1.0, or an arm fails; the others continue.
+order every other round, and ends before the next group compiles. A ratio is the median over rounds of
+the time by hand over our time in the same round. If an arm fails, the others continue. Exits with 1 if a ratio is
+below 1.0 or an arm has failed.
 """
 
 import argparse
