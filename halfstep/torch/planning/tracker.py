@@ -134,14 +134,16 @@ def work_of(
     count = flop_registry.get(function._overloadpacket)
     if count is None:
         return Work("bytes", "", (), 0, nbytes, phase)
-    flops = int(count(*args, **kwargs, out_val=out))
     matrices = [t for t in given if t.ndim >= 2]
     dtype = _format(matrices[-1].dtype)
     if "attention" in name:
-        # Kernels skip what a causal mask hides; as if it did not, in config/flops.py and torch's counter.
-        backward = "backward" if "backward" in name else "forward"
-        queries = next(t for t in matrices if t.ndim == 4)
+        # Kernels skip what a causal mask hides; as if it did not, in config/flops.py and torch's counter, which
+        # in torch 2.11 takes no grouped heads. The backward pass multiplies five times, the scores anew.
+        first, products, backward = (1, 5, "backward") if "backward" in name else (0, 2, "forward")
+        queries, keys = args[first], args[first + 1]
+        flops = products * 2 * queries.numel() * keys.shape[-2]
         return Work("attention", dtype, (*queries.shape, ATTENTION[backward]), flops, nbytes, phase)
+    flops = int(count(*args, **kwargs, out_val=out))
     a, b = [t for t in matrices if "scaled" not in name or t.element_size() == 1 or t is matrices[0]][-2:]
     lead = a.shape[0] if a.ndim == 3 else 1
     return Work(
