@@ -61,7 +61,9 @@ METHODS: dict[str, list[str] | None] = {
     "AdamW": ["set_factor"],
     "Muon": ["set_factor", "set_momentum"],
 }
-INTERNAL = {"Run": {"scalars", "places", "watch_optimizers"}}  # between a run and the modules of its backend
+INTERNAL = {
+    "Run": {"scalars", "places", "watch_optimizers", "measure_next"}
+}  # between a run and the modules of its backend
 
 
 def table(columns: list[str], lines: list[list[str]]) -> str:

@@ -1,6 +1,7 @@
 """Exponential moving averages in fp32: average <- average + (1 - decay) (master - average), if applied."""
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any, TypeVar
 
 from halfstep.core.errors import HalfstepError
@@ -8,6 +9,15 @@ from halfstep.core.errors import HalfstepError
 T = TypeVar("T")
 
 PREFIX = "average."  # before the name of a parameter in a state: the average of its master
+
+
+def check_decay(decay: float) -> None:
+    """Refuses the decay of an average that averages nothing, or forgets nothing."""
+    if not isinstance(decay, Real) or not 0.0 < decay < 1.0:
+        raise HalfstepError(
+            f"ema={decay!r}: the decay of an average is between 0 and 1",
+            hint="0.999 averages over about a thousand updates; omit it to keep no average",
+        )
 
 
 def averaged(averages: Mapping[str, Any], masters: Mapping[str, Any], share: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ mixed into the class of any other module that holds arrays, `Code` into that of 
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -196,7 +197,9 @@ class Whole(Held):
         borders = self.halfstep_model
         if borders.cast_inputs:
             args, kwargs = mapped(lambda x: admit(x, borders.inputs), (args, kwargs))
-        with scope(borders.inputs):
+        masters = self.halfstep_masters
+        whole = masters.in_use() if masters is not None and masters.remainders else nullcontext()
+        with scope(borders.inputs), whole:
             y = super().__call__(*args, **kwargs)
         return mapped(lambda x: enter(x, borders.outputs), y)
 

@@ -1,7 +1,7 @@
 """One run on MLX, as the training loop calls it (training.session)."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +16,7 @@ from halfstep.config.policy_schedule import check_later
 from halfstep.config.run import OptimizerConfig, RunConfig
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.core.audit.cause import Cause
-from halfstep.core.averages import averaged, pop_from_state, to_state
+from halfstep.core.averages import pop_from_state
 from halfstep.core.observed import LayerInfo, Sample
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
@@ -89,10 +89,10 @@ class Session:
                 self.conversion,
                 config.training.clip_norm,
                 seed=config.seed,
+                ema=config.training.ema,
                 compile=resolve_compile(config.training.compile),
                 ranks=None if self.schedule is None else joined(),  # what does not train needs no others
             )
-            self.averages = self.run.masters.wide() if config.training.ema else None
         self._moments = names_in_state(config)
         self._rates = [optimizer.learning_rate for optimizer in self.run.optimizers]
 
@@ -124,10 +124,7 @@ class Session:
                 for optimizer in self.run.optimizers:
                     if isinstance(optimizer, Muon):
                         optimizer.momentum = self.momentum(self.run.num_applied, mx)
-            result = self.run.step(_sum_and_count, [mx.array(tokens) for tokens in micro_batches])
-            if self.averages is not None:
-                self._average(result.skipped)
-            return result
+            return self.run.step(_sum_and_count, [mx.array(tokens) for tokens in micro_batches])
 
     def read(self, result: StepResult) -> dict[str, float]:
         """Reads a step's numbers back; waits for that step. Computing here would queue after the next one."""
@@ -152,7 +149,8 @@ class Session:
             if evaluated != self.policy:
                 set_precision(self.model, evaluated, self.model.module_names())
             try:
-                with self._averaged() if averaged else nullcontext(), self.run.masters.in_use():
+                averaged = averaged and self.run.averages is not None
+                with self.run.averaged() if averaged else nullcontext(), self.run.masters.in_use():
                     for batch in batches:
                         loss, tokens = _sum_and_count(self.model, mx.array(batch))
                         mx.async_eval(loss)
@@ -169,7 +167,7 @@ class Session:
             return np.array(self.model.capped(self.model(window)[0, -1]))
 
     def state(self) -> dict[str, Stored]:
-        arrays = self.run.state_dict() | to_state(self.averages)
+        arrays = self.run.state_dict()
         kept = {n: a for n, a in arrays.items() if n in self._moments or not n.startswith("optimizer.")}
         return {self._moments.get(name, name): stored(array) for name, array in kept.items()}
 
@@ -221,12 +219,11 @@ class Session:
     def load(self, state: Mapping[str, Stored]) -> None:
         with mx.stream(self.device):
             given = {name: restored(record) for name, record in state.items()}
-            averages = pop_from_state(given, self.averages)
+            pop_from_state(dict(given), self.run.ema)  # says which setting differs
             ours = {self._moments.get(name, name): name for name in self.run.state_dict()}
             self.run.load_state_dict(
                 self._of_optimizers(given) | {ours.get(n, n): array for n, array in given.items()}
             )
-            self.averages = averages or None
 
     def _of_optimizers(self, given: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Returns what MLX's optimizers hold beside moments: counts, all of them `applied`, and rates."""
@@ -251,28 +248,6 @@ class Session:
 
     def ran_out(self, error: BaseException) -> bool:
         return memory.ran_out(error)
-
-    def _average(self, skipped: mx.array) -> None:
-        assert self.averages is not None
-        share = mx.where(skipped, 0.0, 1.0 - self.config.training.ema)
-        self.averages = averaged(self.averages, self.run.masters.wide(), share)
-        mx.async_eval(self.averages)
-
-    @contextmanager
-    def _averaged(self) -> Iterator[None]:
-        """Swaps the averages in for the masters, if there are any, and restores the masters exactly."""
-        if self.averages is None:
-            yield
-            return
-        masters = self.run.masters
-        before = {name: place.array for name, place in masters.places.items()}
-        remainders = dict(masters.remainders)
-        masters.set(self.averages)
-        try:
-            yield
-        finally:
-            masters.put(before)
-            masters.remainders.update(remainders)
 
 
 def build_optimizers(model: Decoder, config: OptimizerConfig) -> Optimizer:

@@ -3,6 +3,7 @@
 Names are those of core.state_format, and for what only MLX has:
 
     remainder.<parameter>                   the int16 half of a split master; `model.<parameter>` is its bf16 half
+    average.<parameter>                     the fp32 average of a master, if the run keeps averages
     optimizer.<i>.step, .learning_rate      what an MLX optimizer holds once for all of its parameters
     rng.mlx                                 the key of mx.random, two words; one for all devices
 """
@@ -14,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from halfstep.core import state_format
+from halfstep.core.averages import PREFIX, to_state
 from halfstep.core.errors import HalfstepError
 from halfstep.core.scaling import Scale, ScaleState, saved_scale
 from halfstep.core.state_format import Description, Stored, check_same, find_dtype
@@ -35,6 +37,7 @@ class Live(NamedTuple):
     places: dict[str, Place]  # of the model and of the optimizer, by the names of core.state_format
     remainders: dict[str, mx.array]  # of split masters, by parameter
     scalars: dict[str, mx.array]  # the state of the scale, and `applied`
+    averages: dict[str, mx.array]  # of the masters, by parameter
 
 
 def state_of(live: Live) -> dict[str, mx.array]:
@@ -42,6 +45,7 @@ def state_of(live: Live) -> dict[str, mx.array]:
     state = {name: place.array for name, place in live.places.items()}
     state |= {f"remainder.{name}": array for name, array in live.remainders.items()}
     state |= {f"scale.{field}": live.scalars[field] for field in ScaleState._fields}
+    state |= to_state(live.averages)
     state["applied"] = live.scalars["applied"]
     state["rng.mlx"] = mx.random.state[0]  # type: ignore[index]
     return state
@@ -59,6 +63,7 @@ def load_state(live: Live, given: Mapping[str, mx.array], law: Scale) -> None:
     for name, place in live.places.items():
         place.put(given[name])
     live.remainders.update({name: given[f"remainder.{name}"] for name in live.remainders})
+    live.averages.update({name: given[f"{PREFIX}{name}"] for name in live.averages})
     live.scalars.update({} if scale is None else scale._asdict())
     live.scalars["applied"] = given["applied"]
     set_random_key(given["rng.mlx"])

@@ -15,19 +15,19 @@ update, between the two parts; everything after that is the same in all of them.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx.nn.layers.base import Module
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_unflatten
 
 from halfstep.core.audit import engine
 from halfstep.core.audit.finding import Finding
-from halfstep.core.audit.record import Record
+from halfstep.core.averages import check_decay
 from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError, warn_caller
 from halfstep.core.formats import FP32
@@ -35,12 +35,10 @@ from halfstep.core.measure import TOKENS, settle
 from halfstep.core.observed import SLICE
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_numbers
-from halfstep.core.roles import print_value
 from halfstep.core.scaling import DynamicScale, ScaleAlarm, ScaleState, stuck_error
 from halfstep.mlx.apply import Applied, Place, apply, arrays, public, restore, trainable, walk
 from halfstep.mlx.collect.audit import STEPS
 from halfstep.mlx.collect.prepared import prepared_record
-from halfstep.mlx.collect.weights import PART, counts_of, finite_or_none
 from halfstep.mlx.dtypes import describe, dtype_of
 from halfstep.mlx.functions import scope
 from halfstep.mlx.layers import Held
@@ -48,10 +46,21 @@ from halfstep.mlx.lowering import casts_for
 from halfstep.mlx.observe.monitor import Monitor
 from halfstep.mlx.observe.recording import Recorder, forward_ends, recording
 from halfstep.mlx.observe.updates import UpdateNumbers
+from halfstep.mlx.optim.ema import Averages
 from halfstep.mlx.optim.masters import Masters
 from halfstep.mlx.optim.optimizers import Muon, leaves_of
 from halfstep.mlx.parallel.ranks import TIMEOUT, Ranks, ranks_of
-from halfstep.mlx.run.checks import check_loss, check_parts, check_weight, measured_choice, resolve_compile
+from halfstep.mlx.run.audit import audit_updates
+from halfstep.mlx.run.checks import (
+    check_loss,
+    check_parts,
+    check_untraced,
+    check_weight,
+    measured_choice,
+    resolve_compile,
+)
+from halfstep.mlx.run.gradients import Gradients, norm, summed
+from halfstep.mlx.run.summary import summarize
 from halfstep.mlx.state import Live, load_state, set_random_key, state_of
 
 # loss_fn(model, batch) -> the mean loss, or (the sum of losses, the number of tokens)
@@ -72,19 +81,6 @@ class StepResult:
     bad_rank: mx.array | None = None  # of several processes, the first whose own loss is not finite; -1 if all are
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """The gradients of a micro-batch, times the scale, by the name of the parameter; or a sum of such."""
-
-    arrays: dict[str, mx.array]
-    scale: mx.array  # the one they carry
-    weight: mx.array  # tokens of the first micro-batch, against which the others are weighted
-    weights: mx.array  # sum of the weights, over the first
-    loss: mx.array  # sum of the mean losses, with the same weights
-    finite: mx.array | None = None  # whether they were before `unscale`; None if that was not called
-    bad_rank: mx.array | None = None  # of several processes, the first whose own loss is not finite; -1 if all are
-
-
 def prepare(
     model: Module,
     optimizer: Optimizer,
@@ -92,6 +88,7 @@ def prepare(
     *,
     clip_norm: float = 0.0,
     seed: int = 0,
+    ema: float = 0.0,
     compile: bool | None = None,
     cast_inputs: bool = True,
     tokens: int = TOKENS,
@@ -101,7 +98,8 @@ def prepare(
     """Gives any MLX model and optimizer a policy, in place; `Run.unprepare` restores the model.
 
     `cast_inputs` casts the floating inputs of the model to compute, but not targets, which only the loss sees.
-    Without it inputs arrive unchanged, and a layer that computes in a narrower format refuses fp32 ones.
+    Without it inputs arrive unchanged, and a layer that computes in a narrower format refuses fp32 ones. `ema` is
+    the decay of an average of the masters, 0 for none.
 
     `compile=True` compiles the step, or says why it cannot; None does so on a GPU. Pass `step` the same `loss_fn`
     each time then: another one is compiled again.
@@ -114,6 +112,8 @@ def prepare(
     their tokens. A process that has waited `timeout` seconds for the others ends with an error.
     """
     check_numbers(clip_norm=clip_norm, seed=seed, tokens=tokens)
+    if ema:
+        check_decay(ema)
     ranks = ranks_of(group, timeout)
     check_parts(model, optimizer)
     compiled = resolve_compile(compile)
@@ -121,7 +121,8 @@ def prepare(
     policy, choice, note = settle(policy, lambda: measured_choice(model, tokens, alone=ranks is None), device)
     conversion = apply(model, policy, cast_inputs=cast_inputs)
     parts = (model, optimizer, conversion, clip_norm)
-    return Run(*parts, seed=seed, compile=compiled, choice=choice, note=note, warns=True, ranks=ranks)
+    options: dict[str, Any] = {"seed": seed, "ema": ema, "compile": compiled, "choice": choice, "note": note}
+    return Run(*parts, **options, warns=True, ranks=ranks)
 
 
 class Run:
@@ -140,6 +141,7 @@ class Run:
         note: str = "",
         warns: bool = False,
         ranks: Ranks | None = None,
+        ema: float = 0.0,
     ):
         self.model, self.optimizer, self.conversion, self.ranks = model, optimizer, conversion, ranks
         self.optimizers = leaves_of(optimizer)
@@ -163,7 +165,7 @@ class Run:
         self._before: dict[str, mx.array] = {}
         self._replaced: set[str] = set()
         self._known = {name: (id(p.container), p.array.dtype) for name, p in conversion.places.items()}
-        self._open = True
+        self._open, self._averaging = True, False
         watched = warns and isinstance(self.policy.scale, DynamicScale)
         self._alarm = ScaleAlarm(self.policy.scale) if watched else None
         self._unread: deque[StepResult] = deque()  # updates whose scale was not looked at
@@ -177,6 +179,7 @@ class Run:
         optimizer.update = _refuse_update  # type: ignore[method-assign]
         optimizer.init(tree_unflatten(list(self.masters.wide().items())))
         self._cast_moments()
+        self.averages = Averages(self.masters, ema) if ema else None
         mx.eval(self._live())
 
     @property
@@ -188,6 +191,32 @@ class Run:
     def num_applied(self) -> mx.array:
         """The number of updates that were not skipped."""
         return self.scalars["applied"]
+
+    @property
+    def ema(self) -> dict[str, mx.array]:
+        """The averages of the masters in fp32, by parameter name; empty without `ema`."""
+        return {} if self.averages is None else dict(self.averages.arrays)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the model computes with the averages of its masters; after, the masters are back, exactly."""
+        self._check_open()
+        if self.averages is None:
+            raise HalfstepError("there are no averages", hint="prepare(..., ema=0.999) keeps them")
+        self.masters.check_writes()
+        with self.averages.used():
+            self._averaging = True
+            try:
+                yield
+            finally:
+                self._averaging = False
+
+    def weights(self) -> dict[str, mx.array]:
+        """Returns the model's parameters by name, the fp32 master of those that have one."""
+        self._check_open()
+        self.masters.check_writes()
+        held: dict[str, mx.array] = dict(tree_flatten(self.model.parameters()))
+        return held | {name: array for name, array in self.masters.wide().items() if name in held}
 
     def step(self, loss_fn: LossFn, micro_batches: Iterable[Any]) -> StepResult:
         """Updates once from micro-batches; `loss_fn` returns a mean loss, or (sum of losses, number of tokens)."""
@@ -206,6 +235,7 @@ class Run:
 
         def differentiate(batch: Any) -> tuple[mx.array, Gradients]:
             self._check_open()
+            check_untraced(batch, self._live())
             self._check_model()
             if not self._before:
                 self._before = {name: place.array for name, place in self._others.items()}
@@ -238,7 +268,7 @@ class Run:
             sums = {n: held.arrays[n] + (share * g).astype(self._accumulate) for n, g in grads.arrays.items()}
             weights, loss = held.weights + weight, held.loss + weight * grads.loss
             self._sum = replace(held, arrays=sums, weights=weights, loss=loss)
-        mx.async_eval(self._sum.arrays, self._sum.weights, self._sum.loss, self._watched())
+        check_untraced(self._sum.arrays, self._sum.weights, self._sum.loss, self._watched())
 
     def unscale(self, grads: "Gradients | Sequence[Gradients] | None" = None) -> Gradients:
         """Returns the gradient of the mean loss, in fp32, from gradients given here or to `accumulate`.
@@ -248,7 +278,7 @@ class Run:
         total = self._taken(grads)
         if total.finite is not None:
             return total
-        finite = mx.isfinite(_norm(total.arrays) / total.weights)
+        finite = mx.isfinite(norm(total.arrays) / total.weights)
         factor = 1.0 / (total.scale * total.weights)
         return replace(
             total, arrays={n: g.astype(mx.float32) * factor for n, g in total.arrays.items()}, finite=finite
@@ -276,7 +306,7 @@ class Run:
         self._before = {}
         skipped, stuck = mx.logical_not(finite), self.scalars["stuck"]
         result = StepResult(loss, skipped, total.scale, norm, stuck, total.bad_rank)
-        mx.async_eval(self._live(), [value for value in vars(result).values() if value is not None])
+        check_untraced(self._live(), [value for value in vars(result).values() if value is not None])
         self._watch_scale(result)
         return result
 
@@ -291,21 +321,9 @@ class Run:
                 hint="call step(), or value_and_grad(loss_fn)(batch) and pass its gradients to update()",
             )
         total, self._sum = self._sum, None
-        return total if self.ranks is None or total.finite is not None else self._summed(total, self.ranks)
-
-    def _summed(self, total: Gradients, ranks: Ranks) -> Gradients:
-        """Returns the sum over ranks, whose weights are against the first micro-batch of rank 0."""
-        mx.eval(vars(total))  # our own part is no waiting
-        weight = mx.where(total.weight == 0, 1.0, total.weight)
-        what = f"the sums of update {self.num_applied.item() + 1}"  # type: ignore[operator]
-        given = [float(number) for number in (weight, total.scale, total.weights, total.loss)]
-        weight, scale, weights, loss = np.array(ranks.exchange(what, given), np.float32).T
-        shares, bad = weight / weight[0], next((r for r, own in enumerate(loss) if not np.isfinite(own)), -1)
-        share = mx.array((shares * (scale[0] / scale))[ranks.rank])
-        sums = ranks.sum(what, {name: g.astype(mx.float32) * share for name, g in total.arrays.items()})
-        first, both = (weight[0], scale[0]), ((shares * weights).sum(), (shares * loss).sum())
-        weight, scale, weights, loss = map(mx.array, (*first, *both))
-        return Gradients(sums, scale, weight, weights, loss, bad_rank=mx.array(bad))
+        if self.ranks is None or total.finite is not None:
+            return total
+        return summed(total, self.ranks, int(self.num_applied.item()) + 1)  # type: ignore[arg-type]
 
     def _start_as_rank_0(self, ranks: Ranks) -> None:
         """Takes the arrays of rank 0, and refuses processes that would not train as it does."""
@@ -329,12 +347,13 @@ class Run:
 
     def state_dict(self) -> dict[str, mx.array]:
         """Returns every array that the next step depends on, by name: mx.save_safetensors takes them."""
-        return state_of(Live(self._places(), self.masters.remainders, self.scalars))
+        self._check_held()
+        return state_of(self._state())
 
     def load_state_dict(self, state: Mapping[str, mx.array]) -> None:
         """Restores a state, bit for bit. One of another model, optimizer or precision is refused whole."""
         self._check_open()
-        load_state(Live(self._places(), self.masters.remainders, self.scalars), state, self.policy.scale)
+        load_state(self._state(), state, self.policy.scale)
         self.masters.note_writes()
         self.forget()
 
@@ -351,7 +370,7 @@ class Run:
         self._check_open()
         check_numbers(slice=slice)
         if self._monitor is None:
-            hands = (self._replay, self._measured.append)
+            hands = (self._replay, self.measure_next)
             self._monitor = Monitor(self.model, self.conversion, self.masters, slice, *hands)
         elif self._monitor.slice != slice:
             raise HalfstepError(
@@ -359,6 +378,10 @@ class Run:
                 hint="call run.monitor once, before the first step",
             )
         return self._monitor
+
+    def measure_next(self, numbers: UpdateNumbers) -> None:
+        """Lets somebody see the next update."""
+        self._measured.append(numbers)
 
     def audit(self, loss_fn: LossFn | None = None, batch: Any = None, *, steps: int = STEPS) -> list[Finding]:
         """Returns what is wrong, worst first; an empty list if nothing is.
@@ -368,24 +391,8 @@ class Run:
         self._check_open()
         record = prepared_record(self.model, self.masters, self.optimizers)
         if loss_fn is not None:
-            self._audit_updates(record, loss_fn, batch, steps)
+            audit_updates(self, record, loss_fn, batch, steps)
         return engine.check(record)
-
-    def _audit_updates(self, record: Record, loss_fn: LossFn, batch: Any, steps: int) -> None:
-        saved, record.updates = self.state_dict(), steps
-        weights = {weight.name: weight for weight in record.weights if weight.name in self.masters.places}
-        try:
-            for _ in range(steps):
-                numbers = UpdateNumbers([list(weights)], PART)
-                self._measured.append(numbers)
-                result = self.step(loss_fn, [batch])
-                record.losses.append(finite_or_none(result.loss))
-                for name, update in numbers.updates.items() if not result.skipped.item() else ():
-                    counts = counts_of(update, str(self.masters.held[name].format))
-                    before = weights[name].updates
-                    weights[name].updates = counts if before is None else before.merge(counts)
-        finally:
-            self.load_state_dict(saved)
 
     def unprepare(self) -> Module:
         """Returns the model in its own classes again, with its exact masters in fp32. This ends the run."""
@@ -400,25 +407,7 @@ class Run:
 
     def summary(self) -> str:
         """Describes what was converted and what was not, with reasons."""
-        clip = f"clipped to {self.clip_norm:g}" if self.clip_norm else "not clipped"
-        summed = f"accumulated in {self.policy.accumulate} and {clip}"
-        kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
-        return "\n".join(
-            [
-                *self.conversion.lines(),
-                *([f"  {self.note}"] if self.note else []),
-                *([] if self.ranks is None else [self._sums_of_ranks(self.ranks)]),
-                f"  gradients are {summed}; loss scale: {print_value(self.policy.scale)}",
-                f"  {kinds}: fp32 masters and gradients; a skipped step costs no sync",
-                f"  the step is {'compiled' if self.compile else 'not compiled'}",
-                "  softmax, norms, attention and losses that the model calls as functions follow the policy; "
-                "other functions compute in the dtype of their inputs",
-            ]
-        )
-
-    def _sums_of_ranks(self, ranks: Ranks) -> str:
-        size = sum(place.array.size for place in self.conversion.places.values()) * mx.float32.size
-        return f"  rank {ranks.rank} of {ranks.size}: each update sums {size:,} bytes of fp32 gradients over ranks"
+        return "\n".join(summarize(self))
 
     def _watch_scale(self, result: StepResult) -> None:
         """Warns once when the loss scale is low and falling, by an update so old that reading it does not wait."""
@@ -438,8 +427,13 @@ class Run:
             self.masters.remainders,
             self.scalars,
             *(o.state for o in self.optimizers),
+            *([] if self.averages is None else [self.averages.arrays]),
             mx.random.state,
         ]
+
+    def _state(self) -> Live:
+        averages = {} if self.averages is None else self.averages.arrays
+        return Live(self._places(), self.masters.remainders, self.scalars, averages)
 
     def _places(self) -> dict[str, Place]:
         places = {f"model.{name}": place for name, place in arrays(self.model).items() if public(name)}
@@ -450,6 +444,13 @@ class Run:
     def _check_open(self) -> None:
         if not self._open:
             raise HalfstepError("the run is over: unprepare() restored the model", hint="prepare it again")
+        self._check_held()
+
+    def _check_held(self) -> None:
+        if self._averaging:
+            raise HalfstepError(
+                "the model holds its averages, inside run.averaged()", hint="leave the `with` block first"
+            )
 
     def _check_model(self) -> None:
         """Refuses a model whose parameters are no longer those that were prepared."""
@@ -528,14 +529,14 @@ class Run:
 
     def _update(self, total: dict[str, Any]) -> tuple[mx.array, mx.array, mx.array]:
         """Replaces the live arrays; returns the loss, whether the step was finite, and the norm."""
-        scaled_norm = _norm(total["arrays"])
+        scaled_norm = norm(total["arrays"])
         finite = mx.isfinite(scaled_norm / total["weights"])  # all weights may be zero
         return self._updated(total, scaled_norm, finite, 1.0 / (total["scale"] * total["weights"]))
 
     def _update_unscaled(self, total: dict[str, Any]) -> tuple[mx.array, mx.array, mx.array]:
         """Does the same with gradients that `unscale` returned."""
-        norm = _norm(total["arrays"])
-        return self._updated(total, norm, mx.isfinite(norm) & total["finite"], mx.array(1.0))
+        true_norm = norm(total["arrays"])
+        return self._updated(total, true_norm, mx.isfinite(true_norm) & total["finite"], mx.array(1.0))
 
     def _updated(
         self, total: dict[str, Any], scaled_norm: mx.array, finite: mx.array, factor: mx.array
@@ -548,6 +549,8 @@ class Run:
         following = verdict.state._asdict()
         self.scalars.update({name: mx.array(following[name]).astype(d) for name, d in _SCALARS.items()})
         self.scalars["applied"] = self.num_applied + finite.astype(mx.int32)
+        if self.averages is not None:
+            self.averages.update(finite)
         return total["loss"] / total["weights"], finite, norm
 
     def _step_optimizer(self, grads: dict[str, mx.array], finite: mx.array) -> None:
@@ -580,7 +583,3 @@ def _refuse_update(model: Module, gradients: Any) -> None:
         hint="loss, grads = run.value_and_grad(loss_fn)(batch); run.update(grads); or run.step(loss_fn, [batch]); "
         "run.unprepare() gives the optimizer back",
     )
-
-
-def _norm(arrays: Mapping[str, mx.array]) -> mx.array:
-    return mx.sqrt(mx.stack([mx.square(g.astype(mx.float32)).sum() for g in arrays.values()]).sum())

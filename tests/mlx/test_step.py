@@ -14,7 +14,7 @@ from halfstep.core.philox import tensor_id
 from halfstep.core.rounding import cast
 from halfstep.mlx import prepare
 from halfstep.mlx.cast import join, random_bits
-from halfstep.mlx.optim.optimizers import AdamW
+from halfstep.mlx.optim.optimizers import AdamW, Muon
 from tests.refusals import refuses
 
 FP16 = "compute=fp16,emulate=true,scale=dynamic:init=1024:interval=3:floor=256"
@@ -389,6 +389,96 @@ def test_a_compiled_step_is_the_step_and_compiles_once():
         assert one.loss.item() == pytest.approx(two.loss.item(), rel=2.0**-8, nan_ok=True)
     weights = [r.model.layers[0].weight for r in (eager, compiled)]
     assert mx.abs(weights[0] - weights[1]).max().item() <= 2.0**-8
+
+
+def test_a_step_inside_somebody_elses_compile_is_refused_with_the_way_out():
+    """It would be traced once, and its gradients be those of the first weights and the first scale."""
+    r, x = run("fp16-mixed"), data(4)
+    grads = r.value_and_grad(squares)(x)[1]
+    for function in (
+        lambda x: r.step(squares, [x]).loss,
+        lambda x: r.value_and_grad(squares)(x)[0],
+        lambda x: r.update(replace(grads, weights=grads.weights + x.sum())).loss,
+    ):
+        with refuses(HalfstepError, r"inside mx\.compile, mx\.vmap or mx\.grad", "compile=True"):
+            mx.compile(function)(x)
+
+
+@pytest.mark.prove
+def test_a_prepared_model_may_be_compiled_to_be_evaluated():
+    r, x = run("bf16-mixed"), data(4)
+    evaluate = mx.compile(lambda x: r.model(x), inputs=r.model.state)
+    for step in range(3):
+        assert np.allclose(evaluate(x), r.model(x), atol=2.0**-8)
+        r.step(squares, [data(4, seed=step)])
+
+
+def everything(compile):
+    """Dropout, split masters, Muon, a schedule of rates, a scale that moves, averages and a skipped step."""
+    mx.random.seed(0)
+    optimizer = Muon(mlx.optimizers.linear_schedule(0.01, 0.1, 4))
+    policy = "compute=fp16,param=fp32:split,scale=dynamic:init=1024:interval=2"
+    model = nn.Sequential(linear(), nn.Dropout(0.5))
+    r, results = run(policy, model=model, optimizer=optimizer, compile=compile, ema=0.5), []
+    for step in range(4):
+        x = data(4, seed=step) * (float("nan") if step == 1 else 1.0)
+        results.append(r.step(squares, [x]))
+    return r, results
+
+
+@pytest.mark.prove
+def test_everything_compiles():
+    (eager, left), (compiled, right) = everything(False), everything(True)
+    assert "the step is compiled" in compiled.summary()
+    for name in ("skipped", "scale"):
+        assert [getattr(result, name).item() for result in left] == [getattr(r, name).item() for r in right]
+    assert [result.skipped.item() for result in right] == [False, True, False, False]
+    # A compiler may contract a product and a sum: a few roundings of fp16 in each of four steps.
+    for ours, theirs in ((eager.weights(), compiled.weights()), (eager.ema, compiled.ema)):
+        assert all(mx.abs(array - theirs[name]).max().item() <= 2.0**-8 for name, array in ours.items())
+    saved = compiled.state_dict()
+    compiled.step(squares, [data(4)])
+    compiled.load_state_dict(saved)
+    assert all(mx.array_equal(array, saved[name]) for name, array in compiled.state_dict().items())
+
+
+def test_averages_follow_the_masters_and_are_saved():
+    def prepared():
+        return run("bf16-mixed,param=fp32:split", ema=0.75)
+
+    r, x = prepared(), data(4)
+    expected = r.masters.wide()["weight"]
+    for step in range(3):
+        r.step(squares, [data(4, seed=step) * (float("nan") if step == 1 else 1.0)])
+        expected = expected + (0.25 if step != 1 else 0.0) * (r.masters.wide()["weight"] - expected)
+    assert mx.array_equal(r.ema["weight"], expected)
+    before, plain = r.weights()["weight"], r.model(x)
+    with r.averaged():
+        assert mx.array_equal(r.model.parameters()["weight"], expected)
+        assert not mx.array_equal(r.model(x), plain)
+        for refused in (r.state_dict, lambda: r.step(squares, [x])):
+            with refuses(HalfstepError, r"holds its averages, inside run\.averaged\(\)", "leave"):
+                refused()
+    assert mx.array_equal(r.weights()["weight"], before)
+    assert "averages of the masters in fp32, decay 0.75" in r.summary()
+    other = prepared()
+    other.load_state_dict(r.state_dict())
+    assert mx.array_equal(other.ema["weight"], expected)
+    assert run().ema == {}
+    with refuses(HalfstepError, "there are no averages", "ema=0.999"), run().averaged():
+        pass
+    with refuses(HalfstepError, "ema=1: the decay of an average is between 0 and 1", "0.999"):
+        run(ema=1)
+
+
+@pytest.mark.parametrize("policy", ["fp16-mixed", "fp32"])
+def test_a_model_with_split_masters_computes_with_whole_ones_outside_of_a_step_too(policy):
+    whole, split = (run(f"{policy}{held}", model=mlp()) for held in ("", ",param=fp32:split"))
+    assert mx.array_equal(whole.model(data(4)), split.model(data(4)))
+    split.model.layers[0].weight = split.model.layers[0].weight * 2
+    split.model(data(4))
+    with refuses(HalfstepError, r"`layers\.0\.weight` was written by hand", "load_weights"):
+        split.step(squares, [data(4)])
 
 
 def test_compiling_where_mlx_would_silently_not_is_refused(monkeypatch, tmp_path):

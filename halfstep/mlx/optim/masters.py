@@ -84,19 +84,21 @@ class Masters:
         """Returns what the forward pass uses."""
         used = {}
         for name, place in self.places.items():
-            half = isinstance(place.module, Matmul) and place.module.casts.operand == mx.bfloat16
-            used[name] = self._wide(name, place) if name in self.remainders and not half else place.array
+            is_operand = isinstance(place.module, Matmul) and place.module.casts.operand == mx.bfloat16
+            is_half = name in self.remainders and place.array.dtype == mx.bfloat16  # else the whole is in use
+            used[name] = self._wide(name, place) if is_half and not is_operand else place.array
         return used
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Puts what the forward pass uses into the model, and restores what was there."""
-        before = {name: place.array for name, place in self.places.items()}
+        before, halves = {name: place.array for name, place in self.places.items()}, self._halves
         self.put(self.used())
         try:
             yield
         finally:
             self.put(before)
+            self._halves = halves  # one that was written by hand is not ours now
 
     def put(self, arrays: Mapping[str, mx.array]) -> None:
         """Puts arrays into the model unchanged."""

@@ -58,6 +58,21 @@ def measured_choice(model: Module, tokens: int, *, alone: bool = True) -> Choice
     return decide_once(measure, device, model_like(array.shape for _, array in parameters), tokens)
 
 
+def check_untraced(*trees: Any) -> None:
+    """Refuses arrays that mx.compile or another transformation traces. Launches them otherwise, without waiting."""
+    try:
+        mx.async_eval(*trees)
+    except ValueError as error:
+        if "transformation" not in str(error):
+            raise
+        raise HalfstepError(
+            "a step inside mx.compile, mx.vmap or mx.grad of your own would be traced, and neither masters nor the "
+            "loss scale would change",
+            hint="prepare(..., compile=True) compiles the whole step; call run.step, or run.value_and_grad and "
+            "run.update, from plain Python. Code that only calls the model may be compiled",
+        ) from error
+
+
 def check_weight(weight: Any) -> mx.array:
     """Returns the weight of a loss in fp32, or refuses what is not one number of tokens."""
     if isinstance(weight, mx.array):
