@@ -59,15 +59,15 @@ def measured_choice(model: Module, tokens: int, *, alone: bool = True) -> Choice
 
 
 def check_untraced(*trees: Any) -> None:
-    """Refuses arrays that mx.compile or another transformation traces. Launches them otherwise, without waiting."""
+    """Launches arrays without waiting, or refuses those that mx.compile or another transformation traces."""
     try:
         mx.async_eval(*trees)
     except ValueError as error:
         if "transformation" not in str(error):
             raise
         raise HalfstepError(
-            "a step inside mx.compile, mx.vmap or mx.grad of your own would be traced, and neither masters nor the "
-            "loss scale would change",
+            "a step inside mx.compile, mx.vmap or mx.grad of your own would be traced, and neither masters nor "
+            "the loss scale would change",
             hint="prepare(..., compile=True) compiles the whole step; call run.step, or run.value_and_grad and "
             "run.update, from plain Python. Code that only calls the model may be compiled",
         ) from error
