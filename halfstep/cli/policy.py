@@ -1,7 +1,7 @@
 """`halfstep policy`: shows what a policy means, for each role or for each parameter."""
 
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -11,9 +11,12 @@ from halfstep.core.policy import Policy, read_as
 from halfstep.core.roles import ROLES, print_value
 from halfstep.core.rules import Resolved
 
+if TYPE_CHECKING:
+    from halfstep.config.model import ModelConfig
+
 
 def policy(
-    spec: str,
+    spec: str | None = None,
     /,
     *,
     model: str | None = None,
@@ -30,21 +33,23 @@ def policy(
     Parameters
     ----------
     spec
-        The policy, in quotes if it contains spaces or a star; or a .toml file with one.
+        The policy, in quotes if it contains spaces or a star; or a .toml file with one. By default, the model's.
     model
-        A recipe: show what applies to each of its parameters.
+        A recipe: show what applies to each of its parameters, and the policies that take over during its run.
     module
         The name of a module: show what applies to it. May be repeated.
     """
     from halfstep.config.load import read_policy
 
-    spec = read_policy(spec)
+    spec = _of_recipe(model) if spec is None else read_policy(spec)
     parsed = Policy.parse(spec)
     for note in (read_as(spec), *(f"warning: {warning}" for warning in parsed.warnings)):
         if note:
             print_words(note)
-    if model is not None or module:
-        _print_resolved(_resolve(parsed, model, module), json=json)
+    if model is not None:
+        _print_phases(_phases(parsed, spec, model, module), json=json)
+    elif module:
+        _print_resolved(parsed.resolve(module), json=json)
     elif json:
         print_json(describe(parsed))
     else:
@@ -53,6 +58,16 @@ def policy(
         print_table(("role", "value", "what it is"), rows)
         if parsed.rules:
             print_table(("rule", "changes"), [(rule.glob, rule.changes_text) for rule in parsed.rules])
+
+
+def _of_recipe(recipe: str | None) -> str:
+    """Returns the policy that a recipe names."""
+    from halfstep.config.load import load
+    from halfstep.core.errors import ConfigError
+
+    if recipe is None:
+        raise ConfigError("no policy was named", hint="halfstep policy bf16-mixed; or name a recipe with --model")
+    return load(recipe).policy
 
 
 def describe(parsed: Policy) -> dict[str, Any]:
@@ -68,13 +83,24 @@ def _data(value: Any) -> Any:
     return value if isinstance(value, bool) else print_value(value)
 
 
-def _resolve(parsed: Policy, recipe: str | None, modules: Sequence[str]) -> dict[str, Resolved]:
-    if recipe is None:
-        return parsed.resolve(modules)
+# After how many steps a policy takes over, and what applies to each parameter from there on.
+Phase = tuple[int, Policy, dict[str, Resolved]]
+
+
+def _phases(parsed: Policy, spec: str, recipe: str, modules: Sequence[str]) -> list[Phase]:
+    """Returns the policies of a recipe's run, the first one as it was named."""
     from halfstep.config.load import load
+    from halfstep.config.policy_schedule import PolicySchedule
+
+    config = load(recipe, [f"policy={spec}"])
+    schedule = PolicySchedule.of(parsed, config.schedule, config.training.steps)
+    schedule.check(config.model)
+    return [(after, each, _resolve(each, config.model, modules)) for after, each in schedule.phases]
+
+
+def _resolve(parsed: Policy, config: "ModelConfig", modules: Sequence[str]) -> dict[str, Resolved]:
     from halfstep.config.model import is_matmul, module_names, owner, parameter_shapes
 
-    config = load(recipe).model
     owners = {name: owner(name) for name in parameter_shapes(config)}
     resolved = parsed.resolve(list(dict.fromkeys([*module_names(config), *owners.values(), *modules])))
     shown = {
@@ -86,21 +112,39 @@ def _resolve(parsed: Policy, recipe: str | None, modules: Sequence[str]) -> dict
     return shown | {name: resolved[name] for name in modules}
 
 
+def _print_phases(phases: Sequence[Phase], *, json: bool) -> None:
+    """Prints what applies from the start, and then what each later policy changes it to."""
+    (_, _, shown), *later = phases
+    if json:
+        schedule = [
+            {"from": after, "policy": str(each), "parameters": _as_data(now)} for after, each, now in later
+        ]
+        print_json(_as_data(shown) | ({"schedule": schedule} if later else {}))
+        return
+    _print_resolved(shown, json=False)
+    for after, each, now in later:
+        print_words(f"after step {after:,}: {each}")
+        _print_resolved(now, json=False)
+
+
 # The roles shown for a parameter; the others apply to activations or to the whole run.
 _COLUMNS = ("param", "compute", "grad", "grad_weight", "moments")
 
 
-def _print_resolved(shown: dict[str, Resolved], *, json: bool) -> None:
-    if json:
-        roles = [role for role in ROLES if ROLES[role].in_rules]
-        data = {
-            name: {
-                "values": {role: _data(resolved.values[role]) for role in roles},
-                "rules": {role: glob for role, glob in resolved.sources.items() if glob is not None},
-            }
-            for name, resolved in shown.items()
+def _as_data(shown: Mapping[str, Resolved]) -> dict[str, Any]:
+    roles = [role for role in ROLES if ROLES[role].in_rules]
+    return {
+        name: {
+            "values": {role: _data(resolved.values[role]) for role in roles},
+            "rules": {role: glob for role, glob in resolved.sources.items() if glob is not None},
         }
-        print_json(data)
+        for name, resolved in shown.items()
+    }
+
+
+def _print_resolved(shown: Mapping[str, Resolved], *, json: bool) -> None:
+    if json:
+        print_json(_as_data(shown))
         return
     rows = []
     for name, resolved in shown.items():

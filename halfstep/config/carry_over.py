@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from halfstep.config.model import ModelConfig, parameter_shapes
-from halfstep.config.policy_schedule import held
+from halfstep.config.policy_schedule import held, rule_names
 from halfstep.core.formats import Format
 from halfstep.core.policy import Policy
 from halfstep.core.state_format import OF_BACKEND, OF_POLICY, Stored, convert
@@ -12,7 +12,7 @@ from halfstep.core.state_format import OF_BACKEND, OF_POLICY, Stored, convert
 def held_formats(policy: Policy, model: ModelConfig, state: Mapping[str, Stored]) -> dict[str, Format]:
     """Returns the formats that a policy gives the masters and moments of a state."""
     formats, shapes = dict[str, Format](), parameter_shapes(model)
-    for (parameter, role), fmt in held(policy, model).items():
+    for (parameter, role), fmt in held(policy, rule_names(model), shapes).items():
         if role == "param":
             formats[f"model.{parameter}"] = fmt
             continue

@@ -6,16 +6,17 @@
     policy = "bf16-mixed"
 
 Masters and moments keep every bit when the policy changes, so a later policy must hold them in formats that hold
-all that an earlier one has learned. That is checked when a run begins, not when the change is due.
+all that an earlier one has learned. That is checked when a run begins, not when the change is due. In a loop of
+your own, on torch, `run.change_policy` follows the same rule.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from halfstep.config.model import ModelConfig, module_names, owner, parameter_shapes
 from halfstep.config.schema import wrong
-from halfstep.core.errors import ConfigError, HalfstepError
+from halfstep.core.errors import ConfigError, HalfstepError, PolicyError
 from halfstep.core.formats import Format
 from halfstep.core.policy import Policy, read
 
@@ -112,25 +113,40 @@ class PolicySchedule:
     def check(self, model: ModelConfig) -> None:
         """Refuses a policy that would round what the one before it has learned."""
         for (_, before), (after, now) in zip(self.phases, self.phases[1:], strict=False):
-            was, will = (held(policy, model) for policy in (before, now))
-            lossy = [key for key in was if not _fits(was[key], will[key])]
-            if lossy:
-                (parameter, role), more = lossy[0], len({name for name, _ in lossy}) - 1
-                others = f", and so for {more} other parameters" if more else ""
-                raise ConfigError(
-                    f"the policy `{now}`, after step {after}, would round what `{before}` has learned: {role} of "
-                    f"`{parameter}` is {was[lossy[0]]} before and {will[lossy[0]]} after{others}",
-                    hint=f"keep them: `{now},param={before.param.format},moments={before.moments}`; or name a "
-                    "policy with fp32 masters, such as bf16-mixed, fp16-mixed or fp8-mixed",
-                )
+            try:
+                check_change(before, now, rule_names(model), parameter_shapes(model), f", after step {after},")
+            except PolicyError as error:
+                raise ConfigError(error.message, hint=error.hint) from None
 
 
-def held(policy: Policy, model: ModelConfig) -> dict[tuple[str, str], Format]:
-    """Returns the formats of masters and moments, by parameter and role."""
-    shapes = parameter_shapes(model)
-    values: Mapping[str, Any] = policy.resolve([*module_names(model), *(n for n in shapes if "." not in n)])
+def rule_names(model: ModelConfig) -> list[str]:
+    """Returns what rules may match: modules, and parameters that the decoder itself holds."""
+    return [*module_names(model), *(name for name in parameter_shapes(model) if "." not in name)]
+
+
+def check_change(
+    before: Policy, now: Policy, modules: Sequence[str], parameters: Iterable[str], when: str = ""
+) -> None:
+    """Refuses a policy that would round what was learned under another; rules may match `modules`."""
+    parameters = list(parameters)
+    was, will = (held(policy, modules, parameters) for policy in (before, now))
+    lossy = [key for key in was if not _fits(was[key], will[key])]
+    if lossy:
+        (parameter, role), more = lossy[0], len({name for name, _ in lossy}) - 1
+        others = f", and so for {more} other parameters" if more else ""
+        raise PolicyError(
+            f"the policy `{now}`{when} would round what `{before}` has learned: {role} of `{parameter}` is "
+            f"{was[lossy[0]]} before and {will[lossy[0]]} after{others}",
+            hint=f"keep them: `{now},param={before.param.format},moments={before.moments}`; or name a policy with "
+            "fp32 masters, such as bf16-mixed, fp16-mixed or fp8-mixed",
+        )
+
+
+def held(policy: Policy, modules: Sequence[str], parameters: Iterable[str]) -> dict[tuple[str, str], Format]:
+    """Returns the formats of masters and moments, by parameter and role; rules may match `modules`."""
+    values: Mapping[str, Any] = policy.resolve(modules)
     formats: dict[tuple[str, str], Format] = {}
-    for parameter in shapes:
+    for parameter in parameters:
         roles = values[owner(parameter)].values
         formats |= {(parameter, "param"): roles["param"].format, (parameter, "moments"): roles["moments"]}
     return formats

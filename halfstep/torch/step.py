@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from halfstep.core.audit.cause import Cause
 from halfstep.core.audit.engine import check as check_rules
 from halfstep.core.audit.finding import Finding
+from halfstep.core.choice import Choice
 from halfstep.core.compare.shadow import Shadow
 from halfstep.core.errors import HalfstepError, ScalingError
 from halfstep.core.formats import FP32
@@ -42,6 +43,7 @@ from halfstep.torch.parallel.ranks import agree, in_group, largest, leave_to_us,
 from halfstep.torch.run import nonfinite
 from halfstep.torch.run.accumulation import checked_pair, checked_weight, divisor, mean_loss, times, with_last
 from halfstep.torch.run.audit import record_of
+from halfstep.torch.run.change import Kept, check_changed
 from halfstep.torch.run.checks import (
     check_given,
     check_settings,
@@ -439,6 +441,37 @@ class Run(RunParts):
         leave_to_us(self.model, [])
         self._open = False
         return self.model
+
+    @torch.no_grad()
+    def change_policy(self, policy: Policy | str, *, tokens: int = TOKENS) -> "Run":
+        """Trains under another policy from the next step on; returns the run.
+
+        Masters, moments, averages and the number of updates keep every bit, and so does the loss scale if both
+        policies scale alike. A policy that would round any of them is refused, and nothing has changed then. The
+        optimizers stay. A monitor ends, and compiled code is compiled again. `tokens` is as of `prepare`.
+        """
+        self._check_trains()
+        now, choice, note = settle(policy, lambda: measured_choice(self.model, tokens), describe(self.device))
+        check_changed(self, now)
+        check_fp32([base_precision(now), *precisions(now, names_of(self.model, None)).values()])
+        kept, before = Kept(self), (self.policy, self.choice, self.note)
+        self.unprepare()
+        try:
+            self._begin(now, choice, note, tokens)
+        except HalfstepError:  # the model or its device cannot run it
+            self._begin(*before, tokens)
+            raise
+        finally:
+            kept.put_back(self)
+        return self
+
+    def _begin(self, policy: Policy, choice: Choice | None, note: str, tokens: int) -> None:
+        """Applies a policy to the model, which was given back, and begins with the same optimizers."""
+        conversion = apply(self.model, policy, tokens=tokens)
+        leave_to_us(self.model, conversion.summed_here())
+        options: dict[str, Any] = {"conversion": conversion, "seed": self._seed, "ema": self._decay}
+        options |= {"choice": choice, "note": note, "warns": self._warns}
+        Run.__init__(self, self.model, self.optimizers, policy, self.clip_norm, **options)
 
     def blame(self, loss_fn: LossFn, micro_batches: Iterable[Any], scale: float | None = None) -> Cause:
         """Finds the first operation of a step that made something not finite, even if the model hides it (T5).

@@ -120,6 +120,26 @@ def test_policy_has_one_row_per_parameter_or_module(capsys):
     ]
 
 
+def test_policy_shows_those_that_take_over_during_the_run_of_a_recipe(tmp_path, capsys):
+    recipe = tmp_path / "own.toml"
+    recipe.write_text('policy = "fp8-mixed"\n[[schedule]]\nfrom = 0.75\npolicy = "bf16-mixed"\n')
+    assert run(["policy", "--model", str(recipe)]) == 0
+    output = capsys.readouterr()
+    first, second = (row.split() for row in output.out.splitlines() if row.startswith(" blocks.0.mlp.up.weight"))
+    assert (first[2], second[2]) == ("e4m3:measured", "bf16")
+    assert "after step 750: bf16-mixed" in output.err
+    assert run(["policy", "fp16-mixed", "--model", str(recipe), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["blocks.0.mlp.up.weight"]["values"]["compute"] == "fp16"
+    (later,) = data["schedule"]
+    assert (later["from"], later["policy"]) == (750, "bf16-mixed")
+    assert later["parameters"]["blocks.0.mlp.up.weight"]["values"]["compute"] == "bf16"
+    assert run(["policy", "bf16-mixed", "--model", str(recipe)]) == 2
+    assert "changes nothing: it is the policy before it" in " ".join(capsys.readouterr().err.split())
+    assert run(["policy"]) == 2
+    assert "no policy was named" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("message", "said"), [("", "no reason is given"), ("a\n\nlast line\n", "last line")])
 def test_an_import_that_fails_is_one_line(message, said, monkeypatch, capsys):
     def fail(arguments):
@@ -211,9 +231,8 @@ BAD = {
         "error: unknown option: --jsn. Did you mean --json?\n\nhint: see `halfstep formats --help`\n",
     ),
     "missing argument": (
-        ["policy"],
-        "error: `halfstep policy` needs SPEC\n\n"
-        "hint: SPEC is the policy, in quotes if it contains spaces or a star; or a .toml file with one; see `halfstep policy --help`\n",
+        ["compare", "fp32"],
+        "error: `halfstep compare` needs B\n\nhint: B is the reference: the same; see `halfstep compare --help`\n",
     ),
     "missing option": (
         ["data", "pack", "x", "--out", "y"],

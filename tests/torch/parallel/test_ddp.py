@@ -32,6 +32,34 @@ def test_split_masters_are_whole_shards_under_fsdp(ranks):
     assert_same(policy, jobs.train(policy), ranks(jobs.train, 2, policy, "ours", ()))
 
 
+def change_policy_between(policies):
+    """Two steps under the first policy and one under each of the others; refusals, and the weights."""
+    model = jobs.net()
+    run = prepare(model, policies[0], clip_norm=1.0)
+    wrapped = DistributedDataParallel(model) if torch.distributed.is_initialized() else model
+    run.attach(jobs.OPTIMIZERS["ours"](model.parameters()))
+    results = [run.step(jobs.loss_of(wrapped), jobs.batches(step, 1)) for step in range(2)]
+    for step, policy in enumerate(policies[1:], 2):
+        run.change_policy(policy)
+        results.append(run.step(jobs.loss_of(wrapped), jobs.batches(step, 1)))
+    rows = [(float(r.loss), float(r.grad_norm), float(r.scale), bool(r.skipped)) for r in results]
+    try:
+        run.change_policy("fp32")
+    except HalfstepError as error:
+        return rows, run.weights(), error.message
+    return rows, run.weights(), ""
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("policy", [SPLIT, "bf16-mixed,reduce=bf16"])
+def test_two_ranks_change_their_policy_as_one_unless_ddp_would_have_to_know(ranks, policy):
+    policies = (policy, f"{policy},norm=bf16", policy)
+    *alone, _ = change_policy_between(policies)
+    results = ranks(change_policy_between, 2, policies)
+    assert_same(policy, tuple(alone), [tuple(each) for *each, _ in results])
+    assert all("when it wrapped the model" in message for *_, message in results)
+
+
 def sent_in_a_step(policy):
     """What a step of two micro-batches sends, from a list and from a generator."""
     model = jobs.net()
