@@ -59,7 +59,8 @@ def run_recipe(config: Any, policy: Policy, device: str) -> Callable[[], Any]:
     """Returns a function that makes an update, as `halfstep train` does."""
     session = open_session(config, policy, device)
     training, model = config.training, config.model
-    tokens = np.zeros((training.micro_batches, training.batch, model.context + 1), np.int32)
+    shape = (training.micro_batches, training.batch, model.context + 1)
+    tokens = np.random.default_rng(0).integers(0, model.vocabulary, shape).astype(np.int32)
     return lambda: session.step(tokens)
 
 

@@ -224,6 +224,9 @@ def attention(
         if mask is not None:
             mask, causal = additive(mask, q.dtype), False
         grouped = q.shape[1] != k.shape[1]
+        if grouped and q.is_cuda and q.dtype == torch.float32:  # fused kernels of torch take these in halves only
+            k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+            grouped = False
         y = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, enable_gqa=grouped)
         return rounded(y, casts) if casts.emulate else y
 

@@ -44,6 +44,7 @@ class Timed:
 
     kind: Literal["matmul", "attention", "bytes"]
     format: str
+    """Of a matmul or attention; of another operation its name and dtypes; empty of a copy."""
     shape: tuple[int, ...]
     """Of a matmul: rows, summed, columns. Of attention: batch, heads, tokens, features."""
     seconds: float

@@ -56,7 +56,7 @@ def measured(config: RunConfig, device: str, timing: Any) -> Machine:
     for each in taken:
         if each.kind == "matmul":
             best[each.format] = max(best.get(each.format, 0.0), each.work / each.seconds)
-    copied = next(each for each in taken if each.kind == "bytes")
+    copied = next(each for each in taken if each.kind == "bytes" and not each.format)
     known = {name: rate for name, rate in best.items() if name in Rates.__dataclass_fields__}
     return _machine(hardware, timing.capacity(device), copied, known, taken)
 

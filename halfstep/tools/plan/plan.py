@@ -252,10 +252,10 @@ def _wire_seconds(sent: dict[str, int], machine: Machine, job: Job) -> Range:
 def _computing(work: list[tuple[Any, float]], machine: Machine) -> tuple[Range, float]:
     """Returns the seconds of the device, and the share of the arithmetic that was timed there."""
     low = high = known = total = 0.0
-    copied = machine.nearest("bytes", "", next((t.shape for t in machine.timed if t.kind == "bytes"), ()))
+    copied = next((t for t in machine.timed if t.kind == "bytes" and not t.format), None)
     for item, times in work:
         total += item.flops * times
-        timed = machine.nearest(item.kind, item.format, item.shape) if item.kind != "bytes" else copied
+        timed = machine.nearest(item.kind, item.format, item.shape) or (copied if item.kind == "bytes" else None)
         if timed is not None:
             amount = item.flops if item.kind != "bytes" else item.nbytes
             low, high = (end + times * timed.seconds * amount / timed.work for end in (low, high))

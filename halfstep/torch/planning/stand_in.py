@@ -5,7 +5,7 @@ is on an NVIDIA GPU, halfstep's own kernels are launched as nothing, fused atten
 and what a device supports is what the hardware of a machine file does.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -27,8 +27,11 @@ _ATEN = torch.ops.aten
 
 
 @contextmanager
-def stand_in(hardware: Device, *, compiled: bool = False) -> Iterator[None]:
-    """Inside, the meta device is this hardware; `compiled` if graphs are made of what runs there."""
+def stand_in(hardware: Device, launched: Callable[..., None], *, compiled: bool = False) -> Iterator[None]:
+    """Inside, the meta device is this hardware; `compiled` if graphs are made of what runs there.
+
+    `launched` is called in place of the launch of a kernel of halfstep's own.
+    """
     gpu = hardware.kind in ("nvidia", "amd")
     with ExitStack() as stack:
         stack.enter_context(
@@ -40,7 +43,7 @@ def stand_in(hardware: Device, *, compiled: bool = False) -> Iterator[None]:
         stack.enter_context(patch.object(masters, "compiled", lambda function: function))
         stack.enter_context(patch.dict(dtypes.ROWS_INTO_FP32, {"meta": True}))
         for module in _modules_with("launch", launch.launch):
-            stack.enter_context(patch.object(module, "launch", _nothing))
+            stack.enter_context(patch.object(module, "launch", launched))
         for module in _modules_with("describe", dtypes.describe):
             stack.enter_context(patch.object(module, "describe", lambda device: hardware))
         for module in _modules_with("supported", dtypes.supported):
@@ -68,10 +71,6 @@ def _modules_with(name: str, function: Any) -> list[Any]:
     return [module for module in found if module.__dict__.get(name) is function]
 
 
-def _nothing(*args: Any, **options: Any) -> None:
-    """A kernel that is not launched."""
-
-
 def _supported(hardware: Device) -> Any:
     def supported(fmt: Any, device: Any, *, emulate: bool = False) -> Any:
         return emulated(fmt, "tensors") if emulate else dtypes.answer(fmt, hardware)
@@ -94,13 +93,13 @@ def _attention(
     if q.dtype in (torch.bfloat16, torch.float16) and attn_mask is None and q.ndim == 4:
         fused = _ATEN._scaled_dot_product_flash_attention
         return fused(q, k, v, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
-    if enable_gqa:
-        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
-    if q.ndim == 4:
+    if q.ndim == 4 and not enable_gqa:
         bias = None if attn_mask is None else _as_bias(attn_mask, q)
         fused = _ATEN._scaled_dot_product_efficient_attention
         return fused(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
-    return _ATEN._scaled_dot_product_attention_math(q, k, v, attn_mask, dropout_p, is_causal)[0]  # type: ignore
+    unfused = _ATEN._scaled_dot_product_attention_math
+    options = {"scale": scale, "enable_gqa": enable_gqa}
+    return unfused(q, k, v, attn_mask, dropout_p, is_causal, **options)[0]  # type: ignore[no-any-return]
 
 
 def _picked(x: Tensor, target: Tensor, weight: Any = None, reduction: int = 1, ignore_index: int = -100) -> Tensor:

@@ -153,7 +153,7 @@ def _checked(made: Any) -> tuple[Any, ...]:
 def _follow(make: Callable[[], Any], hardware: Device, *, compiled: bool, micro_batches: int) -> Traced:
     trace = Trace()
     tracker = Tracker(trace, "meta")
-    with warnings.catch_warnings(), stand_in(hardware, compiled=compiled), tracker:
+    with warnings.catch_warnings(), stand_in(hardware, tracker.launch, compiled=compiled), tracker:
         warnings.simplefilter("ignore")
         if hardware.kind == "nvidia":
             assert hardware.capability is not None

@@ -7,17 +7,20 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from halfstep.core.formats import TF32, parse
 from halfstep.core.measure import BUDGET
 from halfstep.torch import memory
 from halfstep.torch.dtypes import as_device, dtype_of
 from halfstep.torch.measure import measure
-from halfstep.torch.planning.tracker import ATTENTION, Work
+from halfstep.torch.planning.tracker import ATTENTION, Like, Work
 
 COPIED = 2**26  # numbers that are copied to time the memory
-ROUNDS = 5
+ROUNDS, REPEATS = 5, 5
+AHEAD = 6  # fills of that size before each round: half a millisecond
+TOKENS = 64  # different indexes; no vocabulary is smaller
+INDEXED = ("embedding", "nll_loss")  # operations that take them
 
 
 class Taken(NamedTuple):
@@ -36,20 +39,51 @@ def capacity(device: str) -> int:
 
 
 def time_work(work: Sequence[Work], device: str, *, copied: int = COPIED) -> list[Taken]:
-    """Times each different matmul and attention of some work, and how fast memory is copied."""
-    place, found = as_device(device), list[Taken]()
-    for item in {(w.kind, w.format, w.shape): w for w in work if w.kind != "bytes"}.values():
-        if item.kind == "matmul":
+    """Times how fast memory is copied, and each different matmul, attention and large operation of some work."""
+    place = as_device(device)
+    source = torch.empty(copied, device=place)
+    target = torch.empty_like(source)
+    found = [Taken("bytes", "", (copied,), _time(lambda: target.copy_(source), place), 8 * copied)]
+    del source, target
+    for item in {(w.kind, w.format, w.shape): w for w in work if w.format}.values():
+        if item.call is not None:
+            found += _again(item, place)
+        elif item.kind == "matmul":
             fmt = parse(item.format)
             timings = measure(place, [fmt], budget=BUDGET, shapes=[item.shape])  # type: ignore[list-item]
             seconds = [t.typical for t in timings if t.format == fmt and t.format != TF32]
             found += [Taken("matmul", item.format, item.shape, seconds[0], item.flops)] if seconds else []
         else:
             found.append(Taken("attention", item.format, item.shape, _attention(item, place), item.flops))
-    source = torch.empty(copied, device=place)
-    target = torch.empty_like(source)
-    found.append(Taken("bytes", "", (copied,), _time(lambda: target.copy_(source), place), 8 * copied))
     return found
+
+
+def _again(item: Work, device: torch.device) -> list[Taken]:
+    """Times an operation on tensors that look like those it was called with; nothing if it cannot be repeated."""
+    function, *given = item.call  # type: ignore[misc]
+    leaves, spec = pytree.tree_flatten(given, is_leaf=lambda leaf: isinstance(leaf, Like))
+    indexes = [leaf for leaf in leaves if isinstance(leaf, Like) and leaf.dtype in (torch.int32, torch.int64)]
+    if indexes and not any(part in item.format for part in INDEXED):
+        return []
+    made = [_made(leaf, device) for leaf in leaves]
+    args, kwargs = pytree.tree_unflatten(made, spec)
+    with torch.no_grad():
+        try:
+            seconds = _time(lambda: function(*args, **kwargs), device)
+        except (RuntimeError, TypeError):
+            return []
+    return [Taken("bytes", item.format, item.shape, seconds, item.nbytes)]
+
+
+def _made(leaf: Any, device: torch.device) -> Any:
+    if isinstance(leaf, torch.device):
+        return device
+    if not isinstance(leaf, Like):
+        return leaf
+    tensor = torch.empty_strided(leaf.shape, leaf.strides, dtype=leaf.dtype, device=device)
+    if leaf.dtype.is_floating_point:
+        return tensor.fill_(0.5)
+    return tensor.copy_((torch.arange(tensor.numel(), device=device) % TOKENS).view(leaf.shape))
 
 
 def _attention(item: Work, device: torch.device) -> float:
@@ -66,18 +100,28 @@ def _attention(item: Work, device: torch.device) -> float:
 
 
 def _time(run: Callable[[], Any], device: torch.device) -> float:
+    if device.type == "cuda":
+        return _time_on_gpu(run)
     taken = []
     for _ in range(ROUNDS + 1):
-        _wait(device)
         begun = time.perf_counter()
-        for _ in range(10 if device.type != "cpu" else 1):
-            kept: Tensor | Any = run()
-        _wait(device)
-        taken.append((time.perf_counter() - begun) / (10 if device.type != "cpu" else 1))
+        kept: Any = run()
+        taken.append(time.perf_counter() - begun)
     del kept
     return median(taken[1:])
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _time_on_gpu(run: Callable[[], Any]) -> float:
+    """Returns the seconds of the device: the host is ahead, as it is in a step of large operations."""
+    taken, busy = [], torch.empty(COPIED, device="cuda")
+    for _ in range(ROUNDS + 1):
+        for _ in range(AHEAD):
+            busy.fill_(0.0)
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record()
+        for _ in range(REPEATS):
+            run()
+        ended.record()
+        ended.synchronize()
+        taken.append(begun.elapsed_time(ended) / 1e3 / REPEATS)
+    return median(taken[1:])

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,16 +31,33 @@ ATTENTION_BACKWARD = {
 _FREE = {"detach", "alias", "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "lift_fresh"}
 
 
+class Like(NamedTuple):
+    """What a tensor looked like."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Call(NamedTuple):
+    """An operation, with the looks of its tensors: enough to run it again elsewhere."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+
+
 @dataclass(frozen=True)
 class Work:
     """One kernel, or several that are the same."""
 
     kind: str  # matmul, attention or bytes
-    format: str  # dtype of the operands
-    shape: tuple[int, ...]  # of a matmul: rows, summed, columns
+    format: str  # dtype of the operands; of large other operations, after their name
+    shape: tuple[int, ...]  # of a matmul: rows, summed, columns; of other operations, of their largest tensor
     flops: int
     nbytes: int  # that it reads and writes
     phase: str
+    call: Call | None = None
 
 
 @dataclass
@@ -99,6 +116,13 @@ class Tracker(TorchDispatchMode):
         if name in ATTENTION_BACKWARD:
             self.trace.ledger.passing(4 * given[1].numel(), self.trace.phase)
 
+    def launch(self, kernel: Any, key: Any, beside: Tensor, programs: int, *args: Any, **options: Any) -> None:
+        """Notes a kernel of halfstep's own. Those of updates are counted by their parameters."""
+        if self.trace.phase != "update":
+            nbytes = sum(t.numel() * t.element_size() for t in args if isinstance(t, Tensor))
+            self.trace.work.append(Work("bytes", "", (), 0, nbytes, self.trace.phase))
+            self.trace.launches += 1
+
     def follow(self, tensor: Tensor) -> bool:
         """Notes the memory of a tensor; whether it is new."""
         storage = tensor.untyped_storage()
@@ -132,8 +156,10 @@ def work_of(
     """Describes an operation."""
     nbytes = sum(t.numel() * t.element_size() for t in {id(t): t for t in (*given, *made)}.values())
     count = flop_registry.get(function._overloadpacket)
-    if count is None:
+    if count is None and nbytes < LARGE:
         return Work("bytes", "", (), 0, nbytes, phase)
+    if count is None:
+        return _large(function, name, [*given, *made], args, kwargs, nbytes, phase)
     matrices = [t for t in given if t.ndim >= 2]
     dtype = _format(matrices[-1].dtype)
     if "attention" in name:
@@ -141,6 +167,7 @@ def work_of(
         # in torch 2.11 takes no grouped heads. The backward pass multiplies five times, the scores anew.
         first, products, backward = (1, 5, "backward") if "backward" in name else (0, 2, "forward")
         queries, keys = args[first], args[first + 1]
+        dtype = _format(queries.dtype)  # others, such as sums of rows, are fp32
         flops = products * 2 * queries.numel() * keys.shape[-2]
         return Work("attention", dtype, (*queries.shape, ATTENTION[backward]), flops, nbytes, phase)
     flops = int(count(*args, **kwargs, out_val=out))
@@ -151,6 +178,18 @@ def work_of(
     )
 
 
+def _large(
+    function: Any, name: str, tensors: list[Tensor], args: Any, kwargs: Any, nbytes: int, phase: str
+) -> Work:
+    largest = max(tensors, key=Tensor.numel)
+    dtypes = " ".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors))
+    strided = "" if all(t.is_contiguous() for t in tensors) else " strided"
+    looks = pytree.tree_map_only(Tensor, lambda t: Like(tuple(t.shape), t.stride(), t.dtype), (args, kwargs))
+    call = Call(function, *looks)
+    return Work("bytes", f"{name} {dtypes}{strided}", tuple(largest.shape), 0, nbytes, phase, call)
+
+
+LARGE = 2**20  # bytes; smaller operations are not timed one by one
 ATTENTION = {"forward": 1, "backward": 2}  # the last number of a shape of attention
 
 

@@ -34,7 +34,8 @@ class ScaleWatch:
 
     def __init__(self, law: Scale, device: torch.device):
         self.device = device
-        self._alarm: ScaleAlarm | None = ScaleAlarm(law) if isinstance(law, DynamicScale) else None
+        watched = isinstance(law, DynamicScale) and device.type != "meta"  # which has no numbers
+        self._alarm: ScaleAlarm | None = ScaleAlarm(law) if watched else None  # type: ignore[arg-type]
         self.forget()
 
     def forget(self) -> None:

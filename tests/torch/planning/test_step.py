@@ -12,6 +12,7 @@ from halfstep.core.host import describe_cpu
 from halfstep.core.policy import Policy
 from halfstep.torch import AdamW, prepare
 from halfstep.torch.planning.step import of_factory, of_recipe
+from halfstep.torch.planning.timing import time_work
 from halfstep.torch.planning.tracker import Trace, Tracker
 
 H200 = Device("nvidia", "H200", capability=(9, 0))
@@ -97,3 +98,58 @@ def test_the_meta_device_is_itself_again_afterwards():
     tensor = torch.empty(2, device="meta")
     assert tensor.is_meta
     assert not tensor.is_cuda
+
+
+def test_a_foreign_model_is_planned_with_a_loss_scale():
+    traced = of_factory(factory, Policy.parse("fp16-mixed"), H200, compiled=False)
+    assert {w.format for w in traced.work if w.kind == "matmul"} == {"fp16"}
+
+
+class Attention(nn.Module):
+    def __init__(self, heads):
+        super().__init__()
+        self.heads, self.project = heads, nn.Linear(64, 64)
+
+    def forward(self, x):
+        q = self.project(x).view(2, 32, 4, 16).transpose(1, 2)
+        k = q[:, : self.heads]
+        return nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=self.heads < 4)
+
+
+def attention_of(policy, heads):
+    def made():
+        model = Attention(heads)
+        optimizer = AdamW(model.parameters(), lr=1e-3)
+        return model, optimizer, lambda x: model(x).sum(), torch.zeros(2, 32, 64)
+
+    traced = of_factory(made, Policy.parse(policy), H200, compiled=False)
+    return [work for work in traced.work if work.kind == "attention"]
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed"])
+def test_attention_is_counted_in_the_format_of_its_queries_in_both_passes(policy):
+    forward, backward = attention_of(policy, 4)
+    assert forward.format == backward.format == policy.partition("-")[0]
+    assert 2 * backward.flops == 5 * forward.flops == 5 * 2 * 2 * (2 * 4 * 32 * 16) * 32
+
+
+def test_grouped_heads_are_fused_in_halves_and_not_in_fp32():
+    assert len(attention_of("bf16-mixed", 2)) == 2
+    assert not attention_of("fp32", 2)
+
+
+def test_large_operations_are_timed_again_on_tensors_that_look_like_theirs():
+    def made():
+        model = nn.Sequential(nn.Embedding(512, 1024), nn.GELU())
+        return (
+            model,
+            AdamW(model.parameters(), lr=1e-3),
+            lambda x: model(x).sum(),
+            torch.zeros(256, dtype=torch.int64),
+        )
+
+    work = of_factory(made, Policy.parse("fp32"), H200, compiled=False).work
+    taken = {each.format: each for each in time_work(work, "cpu", copied=1000)}
+    for name in ("", "gelu float32", "gelu_backward float32 strided", "embedding_dense_backward float32 int64"):
+        assert taken[name].seconds > 0, name
+    assert taken["gelu float32"].work == 2 * 256 * 1024 * 4
