@@ -41,10 +41,7 @@ def capacity(device: str) -> int:
 def time_work(work: Sequence[Work], device: str, *, copied: int = COPIED) -> list[Taken]:
     """Times how fast memory is copied, and each different matmul, attention and large operation of some work."""
     place = as_device(device)
-    source = torch.empty(copied, device=place)
-    target = torch.empty_like(source)
-    found = [Taken("bytes", "", (copied,), _time(lambda: target.copy_(source), place), 8 * copied)]
-    del source, target
+    found = [Taken("bytes", "", (copied,), _copy(copied, place), 8 * copied)]
     for item in {(w.kind, w.format, w.shape): w for w in work if w.format}.values():
         if item.call is not None:
             found += _again(item, place)
@@ -56,6 +53,12 @@ def time_work(work: Sequence[Work], device: str, *, copied: int = COPIED) -> lis
         else:
             found.append(Taken("attention", item.format, item.shape, _attention(item, place), item.flops))
     return found
+
+
+def _copy(numbers: int, device: torch.device) -> float:
+    source = torch.empty(numbers, device=device)
+    target = torch.empty_like(source)
+    return _time(lambda: target.copy_(source), device)
 
 
 def _again(item: Work, device: torch.device) -> list[Taken]:
