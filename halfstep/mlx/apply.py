@@ -13,9 +13,10 @@ cannot: nothing is substituted. Any `mlx.nn` model will do:
     the model itself                   its floating inputs are cast to compute, its outputs to the loss format
 
 A subclass of one of these counts as another module: it may have another meaning. What a model computes by
-functions, such as `mx.softmax(scores)`, is reached if a role names it (functions.py) and runs in the dtype of its
-inputs otherwise; if an fp32 array promotes the activations, the next module refuses them (layers.py). Frozen
-parameters, integers and booleans stay unchanged: they have no masters.
+functions, such as `mx.softmax(scores)`, is reached if a role names it, and an fp32 array that meets activations
+does not widen them (functions/). All else runs in the dtype of its inputs; activations that are fp32 nevertheless
+are refused by the next module (layers.py). Frozen parameters, integers and booleans stay unchanged: they have no
+masters.
 """
 
 from collections import Counter
@@ -50,7 +51,7 @@ from halfstep.mlx.convert import (
     own_arrays,
 )
 from halfstep.mlx.dtypes import dtype_of, pin_matmuls, supported
-from halfstep.mlx.functions import reach_functions
+from halfstep.mlx.functions.table import reach_functions
 from halfstep.mlx.layers import Layer, Matmul
 from halfstep.mlx.lowering import NATIVE, casts_of
 
@@ -309,7 +310,7 @@ def _convert(
                 hint=f"add the rule `{name}: softmax=fp32`",
             )
     originals, changes = [], []
-    reach_functions({type(module).__module__ for module in modules.values()})
+    reach_functions()
     for name, module, kind, precision in plans:
         written_by_mlx = type(module).__module__.startswith("mlx.") and not module.children()
         if kind is None and (module is model or written_by_mlx):

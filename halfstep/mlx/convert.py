@@ -18,7 +18,7 @@ from mlx.nn.layers import linear as linears
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
-from halfstep.mlx.functions import mapped, scope
+from halfstep.mlx.functions.scope import mapped, scope
 from halfstep.mlx.layers import (
     Held,
     Layer,
@@ -155,7 +155,7 @@ class Around(Held):
         for (container, key, _), array in zip(held, cast, strict=True):
             container[key] = array
         try:
-            with scope(None if setting.role else setting.casts):
+            with scope(None if setting.role else setting.casts, setting.name):
                 out = super().__call__(*args, **kwargs)
         finally:
             for (container, key, array), given in zip(held, cast, strict=True):
@@ -175,7 +175,7 @@ class Code(Held):
     halfstep: Setting
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with scope(self.halfstep.casts):
+        with scope(self.halfstep.casts, self.halfstep.name):
             return super().__call__(*args, **kwargs)
 
 
@@ -199,7 +199,7 @@ class Whole(Held):
             args, kwargs = mapped(lambda x: admit(x, borders.inputs), (args, kwargs))
         masters = self.halfstep_masters
         whole = masters.in_use() if masters is not None and masters.remainders else nullcontext()
-        with scope(borders.inputs), whole:
+        with scope(borders.inputs, "the model"), whole:
             y = super().__call__(*args, **kwargs)
         return mapped(lambda x: enter(x, borders.outputs), y)
 

@@ -11,8 +11,9 @@ the way out. Norms return the compute format, the loss returns fp32. What MLX's 
                  rounded one by one, itself in bf16 on Metal and on CPUs with an older MLX. So `times` and `plus`
                  compute in fp32 and round the result.
 
-In MLX a bf16 array times an fp32 array, even of one element, is fp32, and so is all that follows. A layer that
-knows the dtypes of the model's stream (`Layer.streams`) refuses any other (`expect`).
+In MLX a bf16 array times an fp32 array, even of one element, is fp32, and so is all that follows. The code of a
+prepared model is kept from it (functions/meeting.py); a layer that knows the dtypes of the model's stream
+(`Layer.streams`) refuses any other (`expect`).
 """
 
 from copy import deepcopy
@@ -109,7 +110,7 @@ def expect(x: mx.array, casts: Casts, name: str, streams: frozenset[mx.Dtype] | 
         return
     stream = casts.compute if casts.compute in allowed else next(iter(allowed))
     promoted = x.dtype.size > stream.size
-    why = "an fp32 array met it upstream and promoted it" if promoted else "it was cast upstream"
+    why = "a cast or an fp32 array widened it upstream" if promoted else "it was cast upstream"
     raise PolicyError(
         f"`{name}` got a {_word(x.dtype)} activation where the stream is {_word(stream)}: {why}",
         hint="in MLX an fp32 array of any size widens what it meets: use a Python number in its place, or "

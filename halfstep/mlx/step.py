@@ -40,7 +40,7 @@ from halfstep.mlx.apply import Applied, Place, apply, arrays, public, restore, t
 from halfstep.mlx.collect.audit import STEPS
 from halfstep.mlx.collect.prepared import prepared_record
 from halfstep.mlx.dtypes import describe, dtype_of
-from halfstep.mlx.functions import scope
+from halfstep.mlx.functions.scope import scope
 from halfstep.mlx.layers import Held
 from halfstep.mlx.lowering import casts_for
 from halfstep.mlx.observe.monitor import Monitor

@@ -369,24 +369,25 @@ class Scaled(nn.Module):
         return self.second(self.first(x) * self.factor())
 
 
-def test_an_fp32_array_that_would_promote_the_stream_is_refused_and_a_number_is_not():
-    def step(factor):
+def test_an_fp32_array_of_one_element_does_not_widen_the_stream():
+    assert (mx.ones(2, mx.bfloat16) * mx.array(0.5)).dtype == mx.float32  # and so would be everything after it
+    for factor in (0.5, mx.array(0.5, mx.bfloat16), mx.array(0.5)):
         prepared("bf16-mixed", Scaled(factor)).step(lambda m, x: m(x).sum(), [draw(2, 4)])
-
-    assert (mx.ones(2, mx.bfloat16) * mx.array(0.5)).dtype == mx.float32  # and so is everything after it
-    step(0.5)
-    step(mx.array(0.5, mx.bfloat16))
-    with pytest.raises(PolicyError, match="`second` got a float32 activation where the stream is bfloat16"):
-        step(mx.array(0.5))
 
 
 @pytest.mark.parametrize(
-    "module", [nn.Conv1d(4, 4, 1), nn.GroupNorm(2, 4), nn.LayerNorm(4)], ids=lambda m: type(m).__name__
+    "module",
+    [nn.Linear(4, 4), nn.Conv1d(4, 4, 1), nn.GroupNorm(2, 4), nn.LayerNorm(4)],
+    ids=lambda m: type(m).__name__,
 )
-def test_promotion_is_refused_by_every_kind_of_module(module):
-    model = Scaled(mx.array(0.5))
+def test_activations_that_the_code_widened_are_refused_by_every_kind_of_module(module):
+    class Widened(Scaled):
+        def __call__(self, x):
+            return self.second(self.first(x).astype(mx.float32))
+
+    model = Widened(None)
     model.second = module
-    with pytest.raises(PolicyError, match="`second` got a float32"):
+    with pytest.raises(PolicyError, match="`second` got a float32 activation where the stream is bfloat16"):
         prepared("bf16-mixed", model).step(lambda m, x: m(x).sum(), [draw(2, 3, 4)])
 
 

@@ -199,7 +199,7 @@ def test_an_fp32_array_that_promotes_the_stream_is_an_error_of_layers_and_norms(
         layer(x * mx.array(0.5))
     assert caught.value.message == (
         "`blocks.0.attn.q` got a float32 activation where the stream is bfloat16: "
-        "an fp32 array met it upstream and promoted it"
+        "a cast or an fp32 array widened it upstream"
     )
     assert "Python number" in caught.value.hint
     assert ".astype(mx.bfloat16)" in caught.value.hint

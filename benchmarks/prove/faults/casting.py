@@ -154,7 +154,7 @@ def _(good):
 
 hazard(
     "a softmax that an MLX model calls as a function runs in bf16",
-    "halfstep.mlx.functions:reach_functions",
+    "halfstep.mlx.functions.table:reach_functions",
     "tests/mlx/test_functions.py::test_a_function_is_an_island_in_a_prepared_model_and_mlxs_own_elsewhere",
 )(nothing)
 

@@ -1,72 +1,59 @@
 """How a policy reaches the MLX functions that a model's own code calls, such as `mx.softmax(scores)`.
 
 MLX has no function modes. So `reach_functions` puts a wrapper in the place of each function below, under every
-name that mlx or a module of the model has for it. While the forward of a prepared model or its loss function runs,
-there is a scope, and the wrappers do what the scope's precision says; elsewhere they call MLX's own.
+name that mlx or a module of this process has for it. While the forward of a prepared model or its loss function
+runs, there is a scope, and the wrappers do what the scope's precision says; elsewhere they call MLX's own.
 
     softmax, logsumexp, log_softmax, softmin   in the softmax format, compute out
     fast.rms_norm, fast.layer_norm             in the norm format, compute out
     fast.rope                                  in the rope format, compute out
     cross_entropy and the other losses         in the loss format, inside and out
     fast.scaled_dot_product_attention          fp32 scores and softmax, compute out
+    x + table, x @ weight, ...                 an fp32 array does not widen the stream (meeting.py)
+    checkpoint                                 computes again in the scope that it was called in
 
 What is given fp32 by a policy that says fp32 runs as it is written. Everything else that a model calls computes in
 the dtype of its inputs. halfstep's own layers (layers.py) do not pass through here.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator
 from functools import wraps
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn
 from mlx.nn import losses
 from mlx.nn.layers import activations
 
 from halfstep.core.errors import PolicyError
 from halfstep.core.formats import FP32
 from halfstep.mlx.dtypes import dtype_of
+from halfstep.mlx.functions.meeting import meetings
+from halfstep.mlx.functions.scope import NARROW, Scope, current, entered, mapped, note
 from halfstep.mlx.layers import enter, inside, outside
 from halfstep.mlx.lowering import Casts
 from halfstep.mlx.matmul import narrowed
 
-_NARROW = (mx.bfloat16, mx.float16)
-_SCOPE: ContextVar[Casts | None] = ContextVar("halfstep_scope", default=None)
 Call = Callable[..., Any]
+_SEARCHED: set[str] = set()  # modules whose names were replaced: what is imported later has the wrappers
 
 
-@contextmanager
-def scope(casts: Casts | None) -> Iterator[None]:
-    """Says what the functions that are called inside compute in; None: whatever MLX does."""
-    token = _SCOPE.set(casts)
-    try:
-        yield
-    finally:
-        _SCOPE.reset(token)
+def reach_functions() -> None:
+    """Puts the wrappers into mlx, and into every module of this process that has imported functions by name."""
+    for name, module in list(sys.modules.items()):
+        if name not in _SEARCHED and not name.startswith("halfstep."):
+            _SEARCHED.add(name)
+            _replace(module)
+    for place in (mx.fast, mx.array):
+        _replace(place)
 
 
-def mapped(fn: Callable[[mx.array], mx.array], tree: Any) -> Any:
-    """Applies a function to the floating arrays of plain tuples, lists and dicts, and keeps everything else."""
-    if isinstance(tree, mx.array):
-        return fn(tree) if mx.issubdtype(tree.dtype, mx.floating) else tree
-    if type(tree) is dict:
-        return {key: mapped(fn, value) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(mapped(fn, value) for value in tree)
-    return tree
-
-
-def reach_functions(modules: Iterable[str]) -> None:
-    """Puts the wrappers into mlx, and into the named modules, which may have imported functions by name."""
-    for module in [mx, mx.fast, mx.array, mlx.nn, losses, activations, *map(sys.modules.get, modules)]:
-        for name, value in list(vars(module).items()) if isinstance(module, ModuleType | type) else ():
-            wrapper = _WRAPPERS.get(id(value))
-            if wrapper is not None:
-                setattr(module, name, wrapper)
+def _replace(place: Any) -> None:
+    for name, value in list(vars(place).items()) if isinstance(place, ModuleType | type) else ():
+        wrapper = _WRAPPERS.get(id(value))
+        if wrapper is not None:
+            setattr(place, name, wrapper)
 
 
 def _island(function: Call, role: str, args: Any, kwargs: Any, casts: Casts) -> Any:
@@ -74,14 +61,16 @@ def _island(function: Call, role: str, args: Any, kwargs: Any, casts: Casts) -> 
     dtype = dtype_of(FP32 if casts.emulate else fmt)
     given: list[mx.array] = []
     mapped(lambda x: given.append(x) or x, (args, kwargs))  # type: ignore[func-returns-value]
-    narrow = any(x.dtype in _NARROW for x in given)
+    narrow = any(x.dtype in NARROW for x in given)
     if not (casts.emulate or narrow or fmt != FP32):
+        note(function.__name__, "as it is: it is given fp32")
         return function(*args, **kwargs)
+    note(function.__name__, f"{fmt} inside, {'loss format' if role == 'loss' else 'compute'} out")
     args, kwargs = mapped(lambda x: inside(x, dtype, fmt, casts), (args, kwargs))
     y = function(*args, **kwargs)
     if role == "loss":
         return mapped(lambda y: narrowed(y, dtype, fmt, casts), y)
-    stays_wide = not casts.emulate and given and given[0].dtype not in _NARROW
+    stays_wide = not casts.emulate and given and given[0].dtype not in NARROW
     return mapped(lambda y: narrowed(y, dtype, fmt, casts) if stays_wide else outside(y, dtype, fmt, casts), y)
 
 
@@ -93,8 +82,10 @@ def _attention(function: Call, role: str, args: Any, kwargs: Any, casts: Casts) 
             hint="write `softmax=fp32`, or compute the attention with mx.softmax",
         )
     given = dict(zip("qkv", args, strict=False)) | kwargs
-    if not casts.emulate and given["q"].dtype not in _NARROW:
+    if not casts.emulate and given["q"].dtype not in NARROW:
+        note(function.__name__, "as it is: it is given fp32")
         return function(*args, **kwargs)
+    note(function.__name__, "fp32 scores and softmax, compute out")
     given |= {name: enter(given[name], casts) for name in "qkv"}  # a mask is added in fp32, and is not rounded
     return enter(function(**mapped(lambda x: x.astype(mx.float32), given)), casts)
 
@@ -102,13 +93,32 @@ def _attention(function: Call, role: str, args: Any, kwargs: Any, casts: Casts) 
 def _wrapped(function: Call, role: str, run: Call = _island) -> Call:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        casts = _SCOPE.get()
+        casts, _, module = current()
         if casts is None:
             return function(*args, **kwargs)
-        with scope(None):  # a function that is made of others decides for them
+        with entered(Scope(module=module)):  # a function that is made of others decides for them
             return run(function, role, args, kwargs, casts)
 
     return call
+
+
+def _checkpoint(function: Call) -> Call:
+    @wraps(function)
+    def checkpoint(again: Call) -> Call:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            scope = current()
+            if scope.casts is None:
+                return function(again)(*args, **kwargs)
+
+            def computed(*args: Any, **kwargs: Any) -> Any:
+                with entered(scope):
+                    return again(*args, **kwargs)
+
+            return function(computed)(*args, **kwargs)
+
+        return call
+
+    return checkpoint
 
 
 def _functions() -> Iterator[tuple[Call, Call]]:
@@ -127,6 +137,9 @@ def _functions() -> Iterator[tuple[Call, Call]]:
                 yield own[name], _wrapped(own[name], role)
     attention = mx.fast.scaled_dot_product_attention
     yield attention, _wrapped(attention, "softmax", _attention)
+    yield mx.checkpoint, _checkpoint(mx.checkpoint)
+    for place, name, wrapper in meetings():
+        yield vars(place)[name], wrapper
 
 
 _FUNCTIONS = list(_functions())
