@@ -9,7 +9,12 @@ import socket
 from concurrent.futures import ProcessPoolExecutor
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.integrations.preload"])
+SERVER.set_forkserver_preload(["tests.preload"])
+
+
+def preload_integrations():
+    """Has the server import the packages of others, too; one that runs already leaves that to each process."""
+    SERVER.set_forkserver_preload(["tests.integrations.preload"])
 
 
 def run_alone(function, *given):

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from halfstep.integrations import state
 from halfstep.integrations.accelerate import Accelerator
 from tests.accelerate_state import fresh_accelerate, reset  # noqa: F401
-from tests.processes import run_alone
+from tests.processes import preload_integrations, run_alone
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
@@ -74,6 +74,7 @@ def ported_losses(path, arguments, policy, changes, calls=None):
 def learns_and_resumes(path, policy, folder, arguments, checkpoints, calls, expected, **changes):
     """Trains in one process; and in two, of which the first is killed in the middle of an update."""
     saved, last = checkpoints
+    preload_integrations()
     arguments = [*map(str, arguments), "--output_dir", str(folder / "whole")]
     whole = run_alone(ported_losses, path, arguments, policy, changes)
     assert whole[0] == pytest.approx(expected[0], rel=BOUNDS[policy])

@@ -15,12 +15,17 @@ from halfstep.core.errors import HalfstepError
 from halfstep.integrations.accelerate import Accelerator
 from tests.accelerate_state import fresh_accelerate, reset  # noqa: F401
 from tests.integrations import test_accelerate, test_transformers
-from tests.processes import run_alone, run_ranks
+from tests.processes import preload_integrations, run_alone, run_ranks
 
 pytestmark = pytest.mark.prove
 # What another order of summation explains: the gradients of two halves are rounded apart, each to a format's unit.
 SPLIT = "bf16-mixed,param=fp32:split"
 BOUNDS = {"fp32": 2.0**-20, "bf16-mixed": 2.0**-8, "fp16-mixed": 2.0**-11, SPLIT: 2.0**-8}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def preloaded():
+    preload_integrations()
 
 
 def numbers(named):

@@ -25,12 +25,17 @@ from tests.integrations.lightning.modules import (
     network,
     trainer,
 )
-from tests.processes import run_alone, run_ranks
+from tests.processes import preload_integrations, run_alone, run_ranks
 
 pytestmark = [pytest.mark.prove, pytest.mark.filterwarnings("ignore::UserWarning:lightning")]
 
 POLICIES = ["fp32", "bf16-mixed", "fp16-mixed"]
 EMA = 0.9
+
+
+@pytest.fixture(autouse=True, scope="module")
+def preloaded():
+    preload_integrations()
 
 
 # Compiled

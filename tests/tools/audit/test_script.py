@@ -13,7 +13,7 @@ from halfstep.core.audit.engine import check
 from halfstep.core.audit.record import Record
 from halfstep.core.errors import HalfstepError
 from halfstep.tools.audit.script import run
-from tests.processes import free_port, run_alone
+from tests.processes import free_port, preload_integrations, run_alone
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PLAIN = str(SCRIPTS / "plain.py")
@@ -146,6 +146,7 @@ def in_a_process(script, *arguments, steps=6):
     ],
 )
 def test_official_examples_break_no_rule(script, precisions):
+    preload_integrations()
     for precision in precisions:
         record = Record.from_dict(run_alone(in_a_process, script, precision))
         assert record.updates == 6
