@@ -30,9 +30,11 @@ check: $(VENV)/.dev
 check-tests: $(VENV)/.dev
 	$(BIN)/python $(PYTEST) -m 'not prove' tests/core tests/config tests/report tests/architecture
 
-# `python -O` leaves out assertions, so these are the tests of what has some.
-OPTIMIZED := tests/core tests/config tests/torch/run $(addprefix tests/training/, \
-	run data/pack data/test_packed.py telemetry/test_progress.py test_schedule.py)
+# `python -O` leaves out assertions, ours (tests/architecture/test_optimized.py: without effects) and those of others:
+# these are the tests of what has some, where it meets torch, files and processes.
+OPTIMIZED := $(addprefix tests/core/test_,choice.py devices.py scaling.py) $(addprefix tests/torch/run/test_, \
+	gradients.py prepare.py replay.py) $(addprefix tests/training/,run/test_checkpointing.py run/test_monitor.py \
+	data/pack/test_blocks.py data/pack/test_pack.py data/test_packed.py telemetry/test_progress.py test_schedule.py)
 
 # For a process that forks thousands of times: with huge pages there is less to copy.
 FORKING := GLIBC_TUNABLES=glibc.malloc.hugetlb=1
