@@ -57,11 +57,17 @@ def _meeting(function: Call, name: str, run: Call) -> Call:
 
 def _meet(args: Any, kwargs: Any) -> bool:
     """Whether an array of the stream is among the arguments, and an fp32 one."""
-    dtypes = set()
+    if not kwargs and len(args) == 2 and isinstance(args[0], mx.array):  # nearly all calls: be quick
+        if not isinstance(args[1], mx.array) or (one := args[0].dtype) == (two := args[1].dtype):
+            return False
+        return _differ([one, two])
+    arrays: list[mx.array] = []
     for each in (*args, *kwargs.values()):
-        for array in each if isinstance(each, list | tuple) else (each,):
-            if isinstance(array, mx.array):
-                dtypes.add(array.dtype)
+        arrays += [x for x in (each if isinstance(each, list | tuple) else (each,)) if isinstance(x, mx.array)]
+    return _differ([array.dtype for array in arrays])
+
+
+def _differ(dtypes: list[mx.Dtype]) -> bool:
     return mx.float32 in dtypes and any(dtype in dtypes for dtype in NARROW)
 
 
