@@ -30,7 +30,7 @@ from halfstep.core.refusal import named_format
 from halfstep.mlx.cast import carried
 from halfstep.mlx.dtypes import DTYPES, format_of
 from halfstep.mlx.lowering import Casts, casts_of
-from halfstep.mlx.matmul import held, look_up, multiply, narrowed, rounding, with_gradient
+from halfstep.mlx.matmul import held, look_up, multiply, narrowed, product, rounding, with_gradient
 
 # MLX's own, before functions.py wraps them for the code of models.
 _softmax, _logsumexp = mx.softmax, mx.logsumexp
@@ -163,7 +163,7 @@ def embedding(weight: mx.array, index: mx.array, casts: Casts) -> mx.array:
 def linear(x: mx.array, weight: mx.array, bias: mx.array | None, casts: Casts) -> mx.array:
     """Returns x W^T + b with the operands, sums and results of `casts`."""
     if casts.plain and weight.dtype == mx.float32:
-        y = x.astype(mx.float32) @ weight.T
+        y = product(x.astype(mx.float32), weight.T)
     else:
         y = multiply(enter(x, casts), weight, casts)
     return (

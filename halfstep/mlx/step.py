@@ -27,6 +27,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from halfstep.core.audit import engine
 from halfstep.core.audit.finding import Finding
+from halfstep.core.audit.reached import Reached
 from halfstep.core.averages import check_decay
 from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError, warn_caller
@@ -60,6 +61,7 @@ from halfstep.mlx.run.checks import (
     resolve_compile,
 )
 from halfstep.mlx.run.gradients import Gradients, norm, summed
+from halfstep.mlx.run.reached import record
 from halfstep.mlx.run.summary import summarize
 from halfstep.mlx.state import Live, load_state, set_random_key, state_of
 
@@ -378,6 +380,10 @@ class Run:
                 hint="call run.monitor once, before the first step",
             )
         return self._monitor
+
+    def reach(self, loss_fn: LossFn, batch: Any) -> Reached:
+        """Runs a batch once, without lasting effects, and lists how each function of the model's own code ran."""
+        return record(lambda watched: self._replay(watched, batch, 0), loss_fn)
 
     def measure_next(self, numbers: UpdateNumbers) -> None:
         """Lets somebody see the next update."""

@@ -19,6 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from halfstep.core.audit.reached import IN_COMPUTE
 from halfstep.mlx.functions.scope import NARROW, current, mapped, note
 from halfstep.mlx.layers import admit, enter
 from halfstep.mlx.lowering import Casts
@@ -49,6 +50,9 @@ def _meeting(function: Call, name: str, run: Call) -> Call:
     def call(*args: Any, **kwargs: Any) -> Any:
         scope = current()
         if not scope.streams or not _meet(args, kwargs):
+            if run is _product and scope.streams:
+                narrow = any(isinstance(x, mx.array) and x.dtype in NARROW for x in args)
+                note(name, IN_COMPUTE if narrow else "fp32 operands, as the code has them", reached=False)
             return function(*args, **kwargs)
         return run(function, name, args, kwargs, scope.casts)
 

@@ -3,15 +3,15 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 
 from halfstep.mlx.lowering import Casts
 
 NARROW = (mx.bfloat16, mx.float16)
-# (function, module, whether and how the policy reached it): what `Run.reach` lists
-Watch = Callable[[str, str, str], None]
+# (function, module, whether the policy reached it, how it ran): what `Run.reach` lists
+Watch = Callable[[str, str, Literal["reached", "as it is"], str], None]
 
 
 class Scope(NamedTuple):
@@ -58,10 +58,10 @@ def watching(watch: Watch) -> Iterator[None]:
         _WATCH.reset(token)
 
 
-def note(function: str, how: str) -> None:
+def note(function: str, why: str, *, reached: bool = True) -> None:
     """Shows a call to a watcher, if there is one."""
     if (watch := _WATCH.get()) is not None:
-        watch(function, current().module, how)
+        watch(function, current().module, "reached" if reached else "as it is", why)
 
 
 def mapped(fn: Callable[[mx.array], mx.array], tree: Any) -> Any:

@@ -63,9 +63,9 @@ def _island(function: Call, role: str, args: Any, kwargs: Any, casts: Casts) -> 
     mapped(lambda x: given.append(x) or x, (args, kwargs))  # type: ignore[func-returns-value]
     narrow = any(x.dtype in NARROW for x in given)
     if not (casts.emulate or narrow or fmt != FP32):
-        note(function.__name__, "as it is: it is given fp32")
+        note(function.__name__, "it is given fp32", reached=False)
         return function(*args, **kwargs)
-    note(function.__name__, f"{fmt} inside, {'loss format' if role == 'loss' else 'compute'} out")
+    note(function.__name__, f"the {role} format {'inside and out' if role == 'loss' else 'inside, compute out'}")
     args, kwargs = mapped(lambda x: inside(x, dtype, fmt, casts), (args, kwargs))
     y = function(*args, **kwargs)
     if role == "loss":
@@ -83,7 +83,7 @@ def _attention(function: Call, role: str, args: Any, kwargs: Any, casts: Casts) 
         )
     given = dict(zip("qkv", args, strict=False)) | kwargs
     if not casts.emulate and given["q"].dtype not in NARROW:
-        note(function.__name__, "as it is: it is given fp32")
+        note(function.__name__, "it is given fp32", reached=False)
         return function(*args, **kwargs)
     note(function.__name__, "fp32 scores and softmax, compute out")
     given |= {name: enter(given[name], casts) for name in "qkv"}  # a mask is added in fp32, and is not rounded

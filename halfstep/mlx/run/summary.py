@@ -27,5 +27,5 @@ def summarize(run: Any) -> Iterator[str]:
     yield f"  the step is {'compiled' if run.compile else 'not compiled'}"
     yield (
         "  softmax, norms, attention and losses that the model calls as functions follow the policy; other "
-        "functions compute in the dtype of their inputs"
+        "functions compute in the dtype of their inputs: run.reach(loss_fn, batch) lists them"
     )

@@ -1,0 +1,45 @@
+"""How each function in a model's own code runs: what `run.reach` on torch and `step.reach` on JAX return."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+IN_COMPUTE = "it is in compute already"
+SHOWN = 3
+
+
+class Row(NamedTuple):
+    """A function that one module called; on JAX, where no parameter names a module, one line of the code."""
+
+    function: str
+    module: str
+    how: Literal["reached", "as it is"]
+    why: str
+    calls: int = 1
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The functions of a pass."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def missed(self) -> tuple[Row, ...]:
+        """Functions that the policy did not reach and that are not in compute anyway."""
+        return tuple(row for row in self.rows if row.how == "as it is" and row.why != IN_COMPUTE)
+
+    def __str__(self) -> str:
+        groups: dict[tuple[str, str, str], list[Row]] = {}
+        for row in self.rows:
+            groups.setdefault((row.how, row.function, row.why), []).append(row)
+        return "\n".join(_line(*key, rows) for key, rows in sorted(groups.items(), reverse=True))
+
+
+def some(names: Sequence[str]) -> str:
+    """Returns the first of some names, and the number of the others."""
+    return ", ".join(names[:SHOWN]) + (f", and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def _line(how: str, function: str, why: str, rows: list[Row]) -> str:
+    return f"  {sum(row.calls for row in rows)} {function} ({some([row.module for row in rows])}): {how}, {why}"
