@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from halfstep.core.audit.reached import Row
 from halfstep.torch.functions.entry import Skip
-from halfstep.torch.run.reached import Row
 from halfstep.torch.step import Run, prepare
 
 HERE = Path(__file__).parent

@@ -9,6 +9,7 @@ from .layers import rms_norm as rms_norm
 from .layers import softmax as softmax
 from .lowering import casts_for as casts_for
 from .observe.monitor import Monitor as Monitor
+from .optim.optimizers import muon as muon
 from .state import State as State
 from .state import load_state_dict as load_state_dict
 from .state import state_dict as state_dict

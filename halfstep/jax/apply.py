@@ -38,15 +38,9 @@ class Applied:
     """What a policy means for a pytree: how parameters and moments are held, what their modules run in."""
 
     policy: Policy
-    modules: int
     masters: dict[str, Param]
     moments: dict[str, Format]
     precisions: dict[str, Precision]
-
-    def __str__(self) -> str:
-        held = Counter(str(param.format) for param in self.masters.values())
-        parameters = ", ".join(f"{count} parameters in {fmt}" for fmt, count in held.items())
-        return f"{self.policy}: {self.modules} modules, {parameters}"
 
 
 def apply(params: Any, policy: Policy, names: Sequence[str] = ()) -> Applied:
@@ -65,7 +59,6 @@ def apply(params: Any, policy: Policy, names: Sequence[str] = ()) -> Applied:
     check_implemented(policy, "jax", _not_implemented)
     return Applied(
         policy,
-        len(modules),
         {name: cast(Param, values[owner(name)].values["param"]) for name in leaves.trained},
         {name: cast(Format, values[owner(name)].values["moments"]) for name in leaves.trained},
         {name: by_module[owner(name)] for name in leaves.trained},

@@ -27,7 +27,6 @@ from halfstep.config.run import RunConfig
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.core import host
 from halfstep.core.audit.cause import Cause
-from halfstep.core.averages import averaged, pop_from_state, to_state
 from halfstep.core.errors import HalfstepError
 from halfstep.core.observed import LayerInfo, Sample
 from halfstep.core.policy import Policy
@@ -40,7 +39,7 @@ from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.measure import devices
 from halfstep.jax.model import Decoder
 from halfstep.jax.observe.monitor import Monitor, Unread
-from halfstep.jax.optim import Schedule, build_optimizers, names_in_state
+from halfstep.jax.optim.optimizers import Schedule, build_optimizers, names_in_state
 from halfstep.jax.parallel import check_divides, place_rows
 from halfstep.jax.run.nonfinite import find
 from halfstep.jax.state import bytes_of, load_state_dict, restored, state_dict, stored
@@ -84,19 +83,14 @@ class Session:
     def _begin(self, policy: Policy, params: Mapping[str, Any]) -> None:
         """Makes the first state and the step of a policy."""
         config, plain, self.policy = self.config, self._plain, policy
-        optimizer = build_optimizers(config.model, config.optimizer, policy, self._schedule, self._momentum)
+        optimizer = build_optimizers(config.model, config.optimizer, self._schedule, self._momentum)
         names = plain.module_names()
         with self._here():
             params = jax.device_put(params, self.device)
             check_later(config.schedule, lambda later: apply(params, later, names))
             check_later(config.schedule, lambda later: check_reach(later, reach(config.model)))
-            self.run = first_state(params, optimizer, policy, seed=config.seed, names=names, mesh=self.mesh)
-            # fp32 copies: the next step consumes the parameters.
-            averages = {
-                name: jnp.array(master, jnp.float32, copy=True) for name, master in self.run.params.items()
-            }
-            self.averages = averages if config.training.ema else None
-        self._average = jax.jit(partial(_average, config.training.ema), donate_argnums=0)
+            given: dict[str, Any] = {"names": names, "mesh": self.mesh, "ema": config.training.ema}
+            self.run = first_state(params, optimizer, policy, seed=config.seed, **given)
         check_reach(policy, reach(config.model))
         self.model = plain.with_policy(policy)
         self._optimizer, self._moments = optimizer, names_in_state(config.model, config.optimizer)
@@ -151,8 +145,6 @@ class Session:
             self.run, result = self._step(self.run, tokens)
             if self.monitor is not None:
                 self.monitor.add(result.layers, result.updates)
-            if self.averages is not None:
-                self.averages = self._average(self.averages, self.run.params, result.skipped)
         return result
 
     def watch(self, slice: int) -> Sequence[LayerInfo]:
@@ -200,7 +192,7 @@ class Session:
 
     def evaluate(self, batches: Iterable[Tokens], *, averaged: bool = True) -> tuple[float, int]:
         losses, count = [], 0
-        params = self.averages if averaged and self.averages is not None else self.run.params
+        params = self.run.ema if averaged and self.run.ema else self.run.params
         for batch in batches:
             with self._here():
                 losses += self._losses(params, batch)
@@ -245,12 +237,9 @@ class Session:
 
     def load(self, state: Mapping[str, Stored]) -> None:
         given = {name: restored(record) for name, record in state.items()}
-        averages = pop_from_state(given, self.averages)
         ours = {self._moments.get(name, name): name for name in state_dict(self.run)}
         given |= {name: given["applied"] for name in self._counts() if "applied" in given}
         self.run = load_state_dict(self.run, {ours.get(name, name): array for name, array in given.items()})
-        if self.averages is not None:
-            self.averages = {n: jax.device_put(averages[n], old.sharding) for n, old in self.averages.items()}
 
     def load_weights(self, state: Mapping[str, Stored]) -> None:
         ours = state_dict(self.run)
@@ -272,7 +261,7 @@ class Session:
 
     def _state(self) -> dict[str, Array]:
         """Returns the live arrays by the names of a checkpoint, without counts: all equal `applied`."""
-        counts, arrays = self._counts(), state_dict(self.run) | to_state(self.averages)
+        counts, arrays = self._counts(), state_dict(self.run)
         return {self._moments.get(name, name): array for name, array in arrays.items() if name not in counts}
 
     def _counts(self) -> set[str]:
@@ -331,10 +320,3 @@ def _shared(loss: Callable[..., Array], mesh: Mesh) -> Callable[..., Array]:
         total, mesh=mesh, in_specs=(whole, rows, rows), out_specs=whole, check_vma=False
     )
     return out
-
-
-def _average(
-    decay: float, averages: dict[str, Array], params: Mapping[str, Array], skipped: Array
-) -> dict[str, Array]:
-    masters = {name: params[name].astype(jnp.float32) for name in averages}
-    return averaged(averages, masters, jnp.where(skipped, 0.0, 1.0 - decay))

@@ -16,12 +16,14 @@ from jax import Array
 from numpy.typing import NDArray
 
 from halfstep.core import state_format
+from halfstep.core.averages import pop_from_state, to_state
 from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.core.scaling import ScaleState, saved_scale
 from halfstep.core.state_format import Description, Stored, check_same, find_dtype
 from halfstep.jax.apply import Leaves, apply
+from halfstep.jax.run.summary import summarize
 
 DTYPE_NAMES = {jnp.dtype(kind): name for kind, name in state_format.DTYPE_NAMES.items()}
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -38,8 +40,8 @@ class Origin:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["params", "opt_state", "scale", "num_applied"],
-    meta_fields=["policy", "seed", "names", "origin"],
+    data_fields=["params", "opt_state", "scale", "num_applied", "ema"],
+    meta_fields=["policy", "seed", "names", "origin", "decay"],
 )
 @dataclass(frozen=True)
 class State:
@@ -53,6 +55,8 @@ class State:
     seed: int  # of stochastic rounding
     names: tuple[str, ...] = ()  # modules without parameters that rules may match
     origin: Origin = Origin()  # what `choice` and `widened` say
+    ema: Mapping[str, Array] = field(default_factory=dict)  # the averages of the masters in fp32, by name
+    decay: float = 0.0  # of the averages; 0 if there are none
 
     @property
     def choice(self) -> Choice | None:
@@ -64,20 +68,21 @@ class State:
         """The parameters that came narrower than their masters are held."""
         return self.origin.widened
 
+    def averaged(self) -> Any:
+        """Returns the parameters with the averages of the masters, in fp32. Copy what the next step may use up."""
+        if not self.decay:
+            raise HalfstepError("there are no averages", hint="init(..., ema=0.999) keeps them")
+        return Leaves(self.params).rebuilt(self.ema)
+
     def __str__(self) -> str:
         is_state = all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(self.params))  # not one of shapes, say
         return summary(self) if is_state else repr(self)
 
 
 def summary(state: State) -> str:
-    """Describes what the state holds, in a line or two."""
-    lines = [str(apply(state.params, state.policy, state.names))]
-    if state.origin.note:
-        lines.append(state.origin.note)
-    if state.widened:
-        more = "" if len(state.widened) == 1 else f" and {len(state.widened) - 1} more"
-        lines.append(f"widened to their masters' format: {state.widened[0]}{more}")
-    return "\n".join(lines)
+    """Describes what the state holds, and what its policy means for each module."""
+    applied, leaves = apply(state.params, state.policy, state.names), Leaves(state.params)
+    return "\n".join(summarize(applied, leaves.trained, state.origin.note, state.widened, state.decay))
 
 
 def check_state(state: Any) -> None:
@@ -105,7 +110,7 @@ def state_dict(state: State) -> dict[str, Array]:
     """Returns every array that the next step depends on: the live ones, not copies."""
     arrays = {f"model.{name}": _plain(leaf) for name, leaf in Leaves(state.params).values.items()}
     arrays |= {name: _plain(leaf) for name, leaf in _optimizer(state).items()}
-    arrays |= {f"scale.{field}": value for field, value in state.scale._asdict().items()}
+    arrays |= {f"scale.{part}": value for part, value in state.scale._asdict().items()} | to_state(state.ema)
     return arrays | {"applied": state.num_applied}
 
 
@@ -117,7 +122,8 @@ def load_state_dict(state: State, given: Mapping[str, Any]) -> State:
             hint="load_state_dict(state, np.load(file)) reads what np.savez(file, **state_dict(state)) wrote",
         )
     given = {name: _with_name_of_bf16(array) for name, array in given.items()}
-    check_same(_described(state_dict(state)), _described(given))
+    averages = pop_from_state(given, state.ema)
+    check_same(_described(state_dict(replace(state, ema={}))), _described(given))
     scale = saved_scale(state.policy.scale, given)
     leaves = Leaves(state.params)
     params = [_like(given[f"model.{name}"], leaf) for name, leaf in leaves.values.items()]
@@ -128,6 +134,7 @@ def load_state_dict(state: State, given: Mapping[str, Any]) -> State:
         opt_state=jax.tree.unflatten(jax.tree.structure(state.opt_state), moments),
         scale=state.scale if scale is None else ScaleState(*map(_like, scale, state.scale)),
         num_applied=_like(given["applied"], state.num_applied),
+        ema={name: _like(averages[name], old) for name, old in state.ema.items()},
     )
 
 

@@ -22,23 +22,23 @@ import optax  # type: ignore[import-untyped]
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from halfstep.core.audit.reached import Reached
+from halfstep.core.averages import averaged, check_decay
 from halfstep.core.errors import HalfstepError, warn_caller
-from halfstep.core.formats import FP32, Format
 from halfstep.core.measure import TOKENS, settle
 from halfstep.core.observed import Sample
-from halfstep.core.philox import tensor_id
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_numbers
-from halfstep.core.rounding import Rounding
 from halfstep.core.scaling import DynamicScale, ScaleAlarm, ScaleState, stuck_error
 from halfstep.jax.apply import Applied, Leaves, apply, modules_of
-from halfstep.jax.cast import carried, quantize, random_bits
+from halfstep.jax.cast import carried
 from halfstep.jax.dtypes import dtype_of
 from halfstep.jax.functions.interpret import cast_inside, checked
 from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.observe.gradient import describer, watched_gradient
 from halfstep.jax.observe.monitor import SAMPLE, Monitor, first_rows, update_sums
 from halfstep.jax.observe.taps import merged
+from halfstep.jax.optim.masters import held_moments, hold, wide_moments, widened
 from halfstep.jax.parallel import check_mesh, check_placed, everywhere, on_each, place_rows, summed
 from halfstep.jax.run.checks import (
     Begun,
@@ -51,6 +51,7 @@ from halfstep.jax.run.checks import (
     measured_choice,
     unpacked,
 )
+from halfstep.jax.run.reached import record
 from halfstep.jax.state import Origin, State, check_state
 
 LossFn = Callable[..., Any]
@@ -89,6 +90,7 @@ def init(
     names: Sequence[str] = (),
     tokens: int = TOKENS,
     mesh: Mesh | None = None,
+    ema: float = 0.0,
 ) -> State:
     """Returns the first state. It copies the parameters and may be donated; `names` are modules without any.
 
@@ -98,17 +100,23 @@ def init(
 
     With a `mesh` every device of it gets the whole state, for a step over the same mesh.
 
+    `ema` is the decay of an fp32 average of the masters, 0 for none: every step moves it, and `state.averaged()`
+    returns the parameters to evaluate.
+
     The policy `auto` is measured, as for a recipe, with micro-batches of `tokens`; `state.choice` has the answer
     and its reason.
     """
     check_transform(optimizer)
     check_numbers(seed=seed, tokens=tokens)
+    if ema:
+        check_decay(ema)
     params, begun = unpacked(params, optimizer)
     policy, choice, note = settle(policy, lambda: measured_choice(params, tokens))
     if mesh is not None:
         check_mesh(mesh)
     origin = Origin(choice, (), note)
-    return first_state(params, optimizer, policy, seed=seed, names=names, origin=origin, mesh=mesh, begun=begun)
+    given: dict[str, Any] = {"origin": origin, "mesh": mesh, "begun": begun, "ema": ema}
+    return first_state(params, optimizer, policy, seed=seed, names=names, **given)
 
 
 def first_state(
@@ -121,6 +129,7 @@ def first_state(
     origin: Origin | None = None,
     mesh: Mesh | None = None,
     begun: Begun | None = None,
+    ema: float = 0.0,
 ) -> State:
     """Returns the first state of a policy that was named or chosen; `begun` has moments to continue from."""
     applied = apply(params, policy, names)
@@ -128,13 +137,13 @@ def first_state(
 
     @jax.jit
     def make(trained: dict[str, Array]) -> tuple[dict[str, Array], Any]:
-        wide = {name: leaf.astype(jnp.float32) for name, leaf in trained.items()}
+        wide = widened(trained)
         moments = optimizer.init(leaves.bare(wide)) if begun is None else begun.opt_state
-        opt_state = _moments(leaves, moments, applied, _narrowed)
-        return {name: _held(name, leaf, applied) for name, leaf in wide.items()}, opt_state
+        opt_state = held_moments(leaves, moments, applied)
+        return {name: hold(name, leaf, applied) for name, leaf in wide.items()}, opt_state
 
     held, opt_state = make(leaves.trained)
-    widened = tuple(n for n, x in leaves.trained.items() if x.dtype.itemsize < held[n].dtype.itemsize)
+    narrower = tuple(n for n, x in leaves.trained.items() if x.dtype.itemsize < held[n].dtype.itemsize)
     state = State(
         params=leaves.rebuilt(held),
         opt_state=opt_state,
@@ -143,7 +152,9 @@ def first_state(
         policy=policy,
         seed=seed,
         names=tuple(names),
-        origin=replace(origin or Origin(None, (), ""), widened=widened),
+        origin=replace(origin or Origin(None, (), ""), widened=narrower),
+        ema=widened(held) if ema else {},
+        decay=ema,
     )
     traced = any(isinstance(x, jax.core.Tracer) for x in held.values())
     return state if traced else _placed(state, leaves, held, mesh)
@@ -214,7 +225,8 @@ def make_step(
         return following, replace(result, aux=aux, layers=numbers)
 
     replay = None if monitor is None else partial(replayed, call, monitor)
-    return Step(compiled(step, mesh), mesh, micro_batches, monitor, replay)
+    reach = partial(record, loss_fn, cast_batch=cast_batch) if cast else None
+    return Step(compiled(step, mesh), mesh, micro_batches, monitor, replay, reach)
 
 
 def compiled(step: Callable[..., Any], mesh: Mesh | None = None) -> Any:
@@ -236,8 +248,9 @@ class Step:
         micro_batches: int | None = None,
         monitor: Monitor | None = None,
         replay: Callable[..., list[Array]] | None = None,
+        reach: Callable[..., Reached] | None = None,
     ):
-        self._step, self._warned = step, False
+        self._step, self._warned, self._reach = step, False, reach
         self._mesh, self._micro_batches = mesh, micro_batches
         self._monitor, self._replay = monitor, replay and jax.jit(replay, compiler_options=COMPILER_OPTIONS)
         self._unread: deque[tuple[Array, Array]] = deque(maxlen=64)  # scale, and whether the update was skipped
@@ -278,6 +291,22 @@ class Step:
             )
         reported = self._replay(state, first_rows(batch, share), rng)
         return self._monitor.describe(reported, Leaves(state.params).trained)
+
+    def reach(self, state: State, batch: Any, rng: Any = None) -> Reached:
+        """Lists how each product, island and look-up of the loss function runs under the policy, and why.
+
+        It traces the function on one micro-batch: nothing is computed, and the state is kept.
+        """
+        if self._reach is None:
+            raise HalfstepError(
+                "the step was made with cast=False: the loss function casts by itself",
+                hint="summary(state) says what the policy means for each module",
+            )
+        check_state(state)
+        if self._micro_batches is not None:
+            batch = jax.tree.map(lambda leaf: leaf[0], batch)
+        leaves, rest = Leaves(state.params), (batch,) if rng is None else (batch, rng)
+        return self._reach(leaves, apply(state.params, state.policy, state.names), widened(leaves.trained), rest)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._step, name)  # lower, eval_shape, __wrapped__
@@ -335,7 +364,7 @@ def replayed(call: LossFn, monitor: Monitor, state: State, batch: Any, rng: Any)
     """Returns what each layer meets of a batch, whole: for each site of the monitor, and each role."""
     with jax.default_matmul_precision("highest"):
         leaves, applied = Leaves(state.params), apply(state.params, state.policy, state.names)
-        masters = {name: leaf.astype(jnp.float32) for name, leaf in leaves.trained.items()}
+        masters = widened(leaves.trained)
 
         def objective(masters: dict[str, Array], part: Any, key: Any) -> tuple[Array, None]:
             return _loss(call, leaves, applied, masters, part, key)[0] * state.scale.scale, None
@@ -350,7 +379,7 @@ def _accumulated(
     gradient: Gradient, leaves: Leaves, applied: Applied, batch: Any, rng: Any, count: int | None
 ) -> tuple[_Sum, Array, Any]:
     """Returns the sums, the weight of the first micro-batch that has any, and what is each micro-batch's own."""
-    masters = {name: leaf.astype(jnp.float32) for name, leaf in leaves.trained.items()}
+    masters = widened(leaves.trained)
     fmt = applied.policy.accumulate
 
     def micro_batch(first: Array, part: Any, key: Any) -> tuple[_Sum, Array, Any]:
@@ -426,9 +455,12 @@ def _updated(
     def kept(new: Any, old: Any) -> Any:
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
 
+    params = kept(params, state.params)
+    share = jnp.where(finite, 1.0 - state.decay, 0.0)
     following = replace(
         state,
-        params=kept(params, state.params),
+        params=params,
+        ema=averaged(state.ema, widened(Leaves(params).trained), share),
         opt_state=kept(opt_state, state.opt_state),
         scale=verdict.state,
         num_applied=state.num_applied + finite.astype(jnp.int32),
@@ -445,47 +477,13 @@ def _stepped(
     loss: Array,
 ) -> tuple[dict[str, Array], Any, dict[str, Array]]:
     """Steps the optimizer, which sees fp32; returns parameters and moments as they are held, and its updates."""
-    masters = {name: leaf.astype(jnp.float32) for name, leaf in leaves.trained.items()}
-    moments = _moments(leaves, state.opt_state, applied, lambda x, _: x.astype(jnp.float32))
-    updates, moments = optimizer.update(leaves.bare(grads), moments, leaves.bare(masters), value=loss)
+    masters, moments = widened(leaves.trained), wide_moments(leaves, state.opt_state, applied)
+    besides = {"value": loss, "policy": state.policy}  # for transforms that ask: optax leaves them out for others
+    updates, moments = optimizer.update(leaves.bare(grads), moments, leaves.bare(masters), **besides)
     intended = leaves.read(updates)
     moved = {name: masters[name] + u.astype(jnp.float32) for name, u in intended.items()}
-    held = {
-        name: _held(name, x, applied, seed=state.seed, step=state.num_applied + 1) for name, x in moved.items()
-    }
-    return held, _moments(leaves, moments, applied, _narrowed), intended
-
-
-def _held(name: str, wide: Array, applied: Applied, *, seed: int = 0, step: Array | None = None) -> Array:
-    """An fp32 result in the format its master is held in; `step` counts updates, for stochastic rounding."""
-    param = applied.masters[name]
-    if param.format == FP32:
-        return wide
-    bits: Array | None = None
-    rounding: Rounding = "nearest-even"
-    if param.stochastic and step is not None:
-        bits, rounding = random_bits(wide.shape, seed=seed, step=step, tensor=tensor_id(name)), "stochastic"
-    rounded = quantize(wide, param.format, overflow="inf", rounding=rounding, bits=bits)
-    return rounded if applied.policy.emulate else rounded.astype(dtype_of(param.format))
-
-
-def _moments(leaves: Leaves, opt_state: Any, applied: Applied, convert: Callable[[Array, Format], Array]) -> Any:
-    """Returns the optimizer's state with its moments converted, each to or from its stored format."""
-    flat, treedef = jax.tree.flatten(opt_state)
-    owners = leaves.moments_of(opt_state)
-    return jax.tree.unflatten(
-        treedef,
-        [x if name is None else convert(x, applied.moments[name]) for x, name in zip(flat, owners, strict=True)],
-    )
-
-
-def _narrowed(x: Array, fmt: Format) -> Array:
-    if x.dtype != jnp.float32:
-        raise HalfstepError(
-            f"the optimizer itself keeps a moment in {x.dtype}",
-            hint="leave the format to the policy: drop mu_dtype and the like, and write `moments=bf16`",
-        )
-    return carried(x, fmt).astype(dtype_of(fmt))
+    held = {name: hold(name, x, applied, seed=state.seed, step=state.num_applied + 1) for name, x in moved.items()}
+    return held, held_moments(leaves, moments, applied), intended
 
 
 def _placed(state: State, leaves: Leaves, held: Mapping[str, Array], mesh: Mesh | None) -> State:
@@ -513,6 +511,7 @@ def _placed(state: State, leaves: Leaves, held: Mapping[str, Array], mesh: Mesh 
         opt_state=jax.tree.unflatten(treedef, moments),
         scale=ScaleState(*(copied(x, whole) for x in state.scale)),
         num_applied=copied(state.num_applied, whole),
+        ema={name: copied(x, held[name].sharding) for name, x in state.ema.items()},
     )
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from halfstep.core.audit.cause import Cause
 from halfstep.core.audit.engine import check as check_rules
 from halfstep.core.audit.finding import Finding
+from halfstep.core.audit.reached import Reached
 from halfstep.core.choice import Choice
 from halfstep.core.compare.shadow import Shadow
 from halfstep.core.errors import HalfstepError, ScalingError
@@ -56,7 +57,7 @@ from halfstep.torch.run.from_amp import State, take_over
 from halfstep.torch.run.monitor import Monitor
 from halfstep.torch.run.own_steps import OwnSteps
 from halfstep.torch.run.parts import RunParts
-from halfstep.torch.run.reached import Reached, record
+from halfstep.torch.run.reached import record
 from halfstep.torch.run.shadow import shadow
 from halfstep.torch.run.summary import summarize
 from halfstep.torch.run.switches import check_fp32

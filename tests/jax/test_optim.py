@@ -6,14 +6,15 @@ import numpy as np
 import optax
 import pytest
 
+import halfstep.jax
 from halfstep.config.groups import NEWTON_SCHULZ
 from halfstep.config.model import ModelConfig, parameter_shapes
 from halfstep.config.run import OptimizerConfig
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP16, FP32, parse
-from halfstep.core.policy import Policy
+from halfstep.jax import init, make_step
 from halfstep.jax.cast import quantize
-from halfstep.jax.optim import adamw, build_optimizers, decays, muon, orthogonalize
+from halfstep.jax.optim.optimizers import adamw, build_optimizers, decays, muon, orthogonalize
 
 
 def normal(*shape, seed=0):
@@ -157,7 +158,7 @@ def test_a_session_updates_each_group_at_its_own_rate():
         name="muon", rate=9.0, embedding_rate=0.1, head_rate=0.2, scalar_rate=0.3, muon_rate=0.5, weight_decay=0.0
     )
     params = {name: jnp.ones(shape) for name, shape in parameter_shapes(model).items()}
-    optimizer = build_optimizers(model, config, Policy(), lambda applied, xp: 0.5)
+    optimizer = build_optimizers(model, config, lambda applied, xp: 0.5)
     updates, _ = optimizer.update(jax.tree.map(jnp.ones_like, params), optimizer.init(params), params)
     for name, rate in {"embed.weight": 0.1, "lm_head.weight": 0.2, "final_norm.weight": 0.3}.items():
         # Adam's first update is one, whatever the gradient
@@ -177,3 +178,51 @@ def test_the_momentum_may_follow_a_schedule_of_applied_updates():
         expected, states[1] = plain[step].update(grads, states[1], params)
         assert np.array_equal(updates["w"], expected["w"])
         assert np.array_equal(states[0][0].momentum["w"], states[1][0].momentum["w"])
+
+
+def parameters_for_muon():
+    return {"up": jnp.asarray(normal(8, 4)), "down": jnp.asarray(normal(4, 8, seed=1)), "gain": jnp.ones(4)}
+
+
+def labels(params):
+    return jax.tree.map(lambda leaf: "muon" if leaf.ndim == 2 else "adamw", params)
+
+
+@pytest.mark.parametrize(("policy", "own"), [("fp32", None), ("bf16-mixed,emulate=true", None), ("fp32", "bf16")])
+def test_muon_is_torchs_in_the_format_of_the_policy_or_its_own(policy, own):
+    torch = pytest.importorskip("torch")
+    from halfstep.torch import Muon, prepare
+
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8, bias=False))
+    net[0].weight.data = torch.from_numpy(normal(8, 4))
+    run = prepare(net, Muon(net.parameters(), lr=0.02, weight_decay=0.1, iteration=own), policy)
+    optimizer = halfstep.jax.muon(0.02, weight_decay=0.1, iteration=own)
+    state = init({"net": {"weight": jnp.asarray(normal(8, 4))}}, optimizer, policy)
+    step = make_step(lambda params, g: jnp.sum(params["net"]["weight"].astype(jnp.float32) * g), optimizer)
+    for number in range(3):
+        g = normal(8, 4, seed=5 + number)
+        g = np.array(g if policy == "fp32" else quantize(jnp.asarray(g), BF16, overflow="inf"))
+        run.step(lambda g: (net[0].weight * g).sum(), [torch.from_numpy(g)])
+        state, _ = step(state, g)
+    found, expected = np.asarray(state.params["net"]["weight"]), net[0].weight.detach().numpy()
+    # Three updates, each off by the sums of Newton-Schulz; in bf16 a sum may fall to the other side of a rounding.
+    unit = ROUNDED if policy == "fp32" and own is None else 3 * 4 * 2.0**-8 * STRETCHED
+    assert np.abs(found - expected).max() <= 3 * 0.02 * 2**0.5 * unit
+    assert np.abs(found - normal(8, 4)).max() > 0.02
+
+
+def test_muon_takes_the_policy_through_a_partition():
+    optimizer = optax.multi_transform({"muon": halfstep.jax.muon(0.02), "adamw": optax.adamw(1e-2)}, labels)
+
+    def loss(params, x):
+        return jnp.square(x @ params["up"].T @ params["down"].T * params["gain"]).mean()
+
+    moved = {}
+    for policy in ("fp32", "fp32,emulate=true", "bf16-mixed,emulate=true"):
+        state = init(parameters_for_muon(), optimizer, policy)
+        state, result = make_step(loss, optimizer)(state, jnp.asarray(normal(2, 4, seed=3)))
+        assert not result.skipped
+        moved[policy] = np.asarray(state.params["up"]) - normal(8, 4)
+    assert np.array_equal(moved["fp32"], moved["fp32,emulate=true"])
+    # orthogonal updates have the same length, and are rounded in bf16
+    assert 0 < np.abs(moved["fp32"] - moved["bf16-mixed,emulate=true"]).max() <= 0.02 * 2**0.5 * 1.3

@@ -12,7 +12,7 @@ import pytest
 from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.jax.state import summary
+from halfstep.jax.state import load_state_dict, state_dict, summary
 from halfstep.jax.step import Weighted, init, make_step
 
 FP16 = "fp16-mixed,scale=dynamic:init=1024:interval=3:floor=256"
@@ -202,7 +202,7 @@ def test_integers_booleans_and_keys_pass_through_untouched():
 def test_narrow_parameters_are_widened_and_the_summary_says_so():
     state = init(weights(jnp.float16), recorder(), "bf16-mixed")
     assert state.params["weight"].dtype == jnp.float32
-    assert "widened to their masters' format: weight" in summary(state)
+    assert "widened to their masters: 1 parameters that were narrower (weight)" in summary(state)
     assert "widened" not in str(init(weights(), recorder(), "bf16-true"))
 
 
@@ -262,3 +262,26 @@ def test_bf16_moments_are_stored_in_bf16_and_computed_in_fp32():
 def test_settings_that_cannot_work_are_refused(call, said):
     with pytest.raises(HalfstepError, match=said):
         call({"w": jnp.ones((4, 2))}, optax.adam(1e-3))
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed,emulate=true", "bf16-true,param=bf16:stochastic"])
+def test_averages_of_the_masters_follow_applied_updates_alone(policy):
+    optimizer, params = optax.sgd(0.5), {"w": jnp.asarray([[1.0, 2.0]]), "seen": jnp.int32(3)}
+    step = make_step(lambda p, g: jnp.sum(p["w"] * g), optimizer)
+    state = init(params, optimizer, policy, ema=0.75)
+    expected = np.asarray(state.params["w"], np.float32)
+    for g in (1.0, np.inf, -3.0):
+        state, result = step(state, np.float32([[g, 1.0]]))
+        moved = expected + np.float32(0.25) * (np.asarray(state.params["w"], np.float32) - expected)
+        expected = expected if bool(result.skipped) else moved
+    assert int(state.num_applied) == 2
+    assert np.array_equal(state.ema["w"], expected)
+    assert np.array_equal(state.averaged()["w"], expected)
+    assert state.averaged()["seen"] == 3
+    assert "averages of the masters in fp32, decay 0.75" in summary(state)
+    other = load_state_dict(init(params, optimizer, policy, ema=0.75), state_dict(state))
+    assert np.array_equal(other.ema["w"], expected)
+    with pytest.raises(HalfstepError, match="holds averages of the weights, and the run keeps none"):
+        load_state_dict(init(params, optimizer, policy), state_dict(state))
+    with pytest.raises(HalfstepError, match="there are no averages"):
+        init(params, optimizer, policy).averaged()

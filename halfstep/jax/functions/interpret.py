@@ -89,11 +89,12 @@ def cast_inside(
     rest: Sequence[Any],
     *,
     cast_batch: bool,
+    interpreter: "Interpreter | None" = None,
 ) -> tuple[Any, Any]:
     """Calls fn(params, batch, ...) as the policy says; returns its result, also as shapes and dtypes."""
     policy = applied.policy
     checks.check_rules(policy)
-    interpreter = Interpreter(policy)
+    interpreter = interpreter or Interpreter(policy)
     owners = {
         name: Owner((name,), casts_of(precision), jnp.ndim(masters[name]) > 1)
         for name, precision in applied.precisions.items()

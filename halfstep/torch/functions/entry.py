@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from halfstep.core.audit.reached import IN_COMPUTE
 from halfstep.torch.dtypes import FLOATS
 from halfstep.torch.lowering import Casts
 from halfstep.torch.split.operand import is_split, widened
@@ -19,7 +20,7 @@ class Skip:
     """Why a function runs unchanged."""
 
     GIVEN_FP32 = "it is given fp32"
-    IN_COMPUTE = "it is in compute already"
+    IN_COMPUTE = IN_COMPUTE
     NO_PARAMETER = "fp32 operands, none of which is a parameter"
     PARAMETERS = "parameters alone, in fp32"
     IN_LEAF = "inside a leaf, which is fp32"

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from halfstep.core.errors import HalfstepError
+from halfstep.core.averages import check_decay
 from halfstep.torch.optim.masters import BY_DTYPE, Masters
 from halfstep.torch.split.operand import values_of
 
@@ -49,12 +49,3 @@ class Averages:
             for t, old in zip(live, before, strict=True):
                 t.copy_(old)
             self.masters.note_writes(self.parameters)
-
-
-def check_decay(decay: float) -> None:
-    """Refuses the decay of an average that averages nothing, or forgets nothing."""
-    if not 0.0 < decay < 1.0:
-        raise HalfstepError(
-            f"ema={decay:g}: the decay of an average is between 0 and 1",
-            hint="0.999 averages over about a thousand updates; omit it to keep no average",
-        )

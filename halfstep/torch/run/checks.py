@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.config.model import model_like, owner
+from halfstep.core.averages import check_decay
 from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError, PolicyError, warn_caller
 from halfstep.core.formats import FP32
@@ -20,7 +21,6 @@ from halfstep.torch.apply import Applied, check_supported, names_of
 from halfstep.torch.dtypes import describe
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import check_optimizers
-from halfstep.torch.optim.ema import check_decay
 from halfstep.torch.parallel.ranks import num_ranks
 
 

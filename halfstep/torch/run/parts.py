@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.core.audit.reached import Reached
 from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import FP32
@@ -28,7 +29,6 @@ from halfstep.torch.run.buffers import Buffers, Contents
 from halfstep.torch.run.checks import check_move, device_of
 from halfstep.torch.run.gradients import Shown
 from halfstep.torch.run.monitor import Monitor
-from halfstep.torch.run.reached import Reached
 from halfstep.torch.run.readback import ScaleWatch
 from halfstep.torch.run.switches import Switches
 from halfstep.torch.run.weight_casts import WeightCasts

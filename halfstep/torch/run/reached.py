@@ -10,47 +10,17 @@ norms, and arithmetic that an fp32 tensor promotes.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.overrides import resolve_name
 
+from halfstep.core.audit.reached import Reached, Row
 from halfstep.torch.functions.entry import NARROW, Entry, Scope, Skip, tensors_of
 from halfstep.torch.functions.mode import WATCHERS
 from halfstep.torch.functions.table import SENSITIVE, meets
 from halfstep.torch.run.nonfinite import restored
-
-SHOWN = 3
-
-
-class Row(NamedTuple):
-    """A function that one module called."""
-
-    function: str
-    module: str
-    how: Literal["reached", "as it is"]
-    why: str
-    calls: int = 1
-
-
-@dataclass(frozen=True)
-class Reached:
-    """The functions of a pass."""
-
-    rows: tuple[Row, ...]
-
-    @property
-    def missed(self) -> tuple[Row, ...]:
-        """Functions that the policy did not reach and that are not in compute anyway."""
-        return tuple(row for row in self.rows if row.how == "as it is" and row.why != Skip.IN_COMPUTE)
-
-    def __str__(self) -> str:
-        groups: dict[tuple[str, str, str], list[Row]] = {}
-        for row in self.rows:
-            groups.setdefault((row.how, row.function, row.why), []).append(row)
-        return "\n".join(_line(*key, rows) for key, rows in sorted(groups.items(), reverse=True))
 
 
 def record(model: nn.Module, loss_fn: Callable[[Any], Any], batch: Any) -> Reached:
@@ -114,12 +84,3 @@ def _named(model: nn.Module, inside: list[str]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _line(how: str, function: str, why: str, rows: list[Row]) -> str:
-    return f"  {sum(row.calls for row in rows)} {function} ({some([row.module for row in rows])}): {how}, {why}"
-
-
-def some(names: list[str]) -> str:
-    """Returns the first of some names, and the number of the others."""
-    return ", ".join(names[:SHOWN]) + (f", and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -6,6 +6,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from halfstep.core.audit.reached import some
 from halfstep.core.formats import FP16, FP32
 from halfstep.core.roles import print_value
 from halfstep.torch.convert.known_packages import kept_wide
@@ -15,7 +16,6 @@ from halfstep.torch.parallel.ranks import num_ranks
 from halfstep.torch.parallel.sizes import readable
 from halfstep.torch.run.own_steps import why_not
 from halfstep.torch.run.parts import RunParts
-from halfstep.torch.run.reached import some
 from halfstep.torch.run.switches import fp32_is_fp32
 
 SPLIT = "bf16 and a 16-bit remainder, together fp32: run.edit() opens them to other code"

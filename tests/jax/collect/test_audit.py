@@ -15,7 +15,7 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.jax.collect.audit import record_of
 from halfstep.jax.model import Decoder
-from halfstep.jax.optim import build_optimizers
+from halfstep.jax.optim.optimizers import build_optimizers
 from tests.jax.collect.models import loss_of, parameters, tokens
 
 ADAMW = optax.adamw(1e-5, weight_decay=0.1)
@@ -159,7 +159,7 @@ def test_our_own_recipes_have_no_findings():
     plain = Decoder(config.model)
     model, optimizer = (
         plain.with_policy(Policy.parse(policy)),
-        build_optimizers(config.model, config.optimizer, Policy.parse(policy)),
+        build_optimizers(config.model, config.optimizer),
     )
 
     def loss(params, batch):

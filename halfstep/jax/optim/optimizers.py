@@ -1,8 +1,9 @@
 """AdamW and Muon (config.groups) as optax transforms, and what a session updates the reference decoder with.
 
-AdamW consists of optax's own pieces. An optimizer here knows nothing of formats: it sees fp32 parameters,
-gradients and moments, and step.py stores them as the policy says. Nor does it know of skipped steps: step.py
-restores its whole state, so the count of a schedule is the count of applied updates.
+AdamW consists of optax's own pieces. An optimizer here sees fp32 parameters, gradients and moments, and step.py
+stores them as the policy says. Muon's iteration has a format, that of the policy: step.py passes it to transforms
+that take it. None knows of skipped steps: step.py restores its whole state, so the count of a schedule is that of
+applied updates.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from halfstep.config.groups import NEWTON_SCHULZ, moments, parameter_groups
 from halfstep.config.model import ModelConfig
 from halfstep.config.run import OptimizerConfig
 from halfstep.core.errors import HalfstepError
-from halfstep.core.formats import FP32, TF32, Format
+from halfstep.core.formats import FP32, TF32, Format, parse
 from halfstep.core.policy import Policy
 from halfstep.jax.apply import names_of
 from halfstep.jax.cast import carried
@@ -53,15 +54,24 @@ def muon(
     rate: float = 0.02,
     momentum: float = 0.95,
     weight_decay: float = 0.0,
-    iteration: Format = FP32,
+    iteration: Format | str | None = None,
     *,
     emulate: bool = False,
     schedule: Schedule | None = None,
     momentum_schedule: Schedule | None = None,
-) -> optax.GradientTransformation:
-    """Returns Muon with Nesterov momentum, for matrices; a `momentum_schedule` returns the momentum itself."""
+) -> optax.GradientTransformationExtraArgs:
+    """Returns Muon with Nesterov momentum, for matrices; those of one shape are updated in one batch.
+
+    Its iteration runs in the compute format of the state's policy unless it is given its own; `emulate` is for one
+    outside of `make_step`. A `schedule(applied, jnp)` returns what the rate is multiplied by, after so many
+    updates; a `momentum_schedule` returns the momentum itself. The other parameters need another optimizer:
+
+        optax.multi_transform({"muon": muon(0.02), "adamw": optax.adamw(1e-3)}, lambda params: jax.tree.map(
+            lambda leaf: "muon" if leaf.ndim == 2 else "adamw", params))
+    """
+    own = parse(iteration) if isinstance(iteration, str) else iteration
     return optax.chain(
-        _orthogonalized_momentum(momentum_schedule or (lambda applied, xp: momentum), iteration, emulate),
+        _orthogonalized_momentum(momentum_schedule or (lambda applied, xp: momentum), own, emulate),
         optax.add_decayed_weights(weight_decay),
         _at_rate(rate, schedule),
     )
@@ -70,7 +80,6 @@ def muon(
 def build_optimizers(
     model: ModelConfig,
     config: OptimizerConfig,
-    policy: Policy,
     schedule: Schedule | None = None,
     momentum: Schedule | None = None,
 ) -> optax.GradientTransformation:
@@ -86,8 +95,6 @@ def build_optimizers(
         group.rate,
         config.muon_momentum,
         group.weight_decay,
-        policy.compute.format,
-        emulate=policy.emulate,
         schedule=schedule,
         momentum_schedule=momentum,
     )
@@ -140,19 +147,23 @@ def orthogonalize(matrices: Array, iteration: Format, steps: int = 5, *, emulate
 
 
 def _orthogonalized_momentum(
-    momentum_at: Schedule, iteration: Format, emulate: bool
-) -> optax.GradientTransformation:
+    momentum_at: Schedule, own: Format | None, emulate: bool
+) -> optax.GradientTransformationExtraArgs:
     def init(params: Any) -> MuonState:
         flat = jax.tree_util.tree_leaves_with_path(params)
         for name, (_, leaf) in zip(names_of([path for path, _ in flat]), flat, strict=True):
             if leaf.ndim != 2:
                 raise HalfstepError(
                     f"Muon updates matrices; `{name}` has {leaf.ndim} dimensions",
-                    hint="give the rest to AdamW, as build_optimizers does with optax.multi_transform",
+                    hint="give it to AdamW: "
+                    'optax.multi_transform({"muon": muon(0.02), "adamw": optax.adamw(1e-3)}, labels)',
                 )
         return MuonState(jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.int32))
 
-    def update(grads: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
+    def update(
+        grads: Any, state: MuonState, params: Any = None, *, policy: Policy | None = None, **_: Any
+    ) -> tuple[Any, MuonState]:
+        compute, emulated = (FP32, emulate) if policy is None else (policy.compute.format, policy.emulate)
         momentum = momentum_at(state.applied, jnp)
         moved = jax.tree.map(lambda old, g: momentum * old + g, state.momentum, grads)
         ahead = jax.tree.map(lambda g, m: g + momentum * m, grads, moved)
@@ -162,13 +173,13 @@ def _orthogonalized_momentum(
             by_shape.setdefault(leaf.shape, []).append(place)
         for (rows, columns), places in by_shape.items():
             batch = jnp.stack([leaves[place] for place in places])
-            update = orthogonalize(batch, iteration, emulate=emulate).astype(jnp.float32)
+            update = orthogonalize(batch, own or compute, emulate=emulated).astype(jnp.float32)
             update = update * max(1.0, rows / columns) ** 0.5
             for index, place in enumerate(places):
                 leaves[place] = update[index]
         return jax.tree.unflatten(treedef, leaves), MuonState(moved, state.applied + 1)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _at_rate(rate: float | Mapping[str, float], schedule: Schedule | None) -> optax.GradientTransformation:

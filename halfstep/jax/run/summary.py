@@ -1,0 +1,50 @@
+"""Describes what a state holds and how its policy runs, in the lines of the other backends' summaries."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from halfstep.config.model import owner
+from halfstep.core.audit.reached import some
+from halfstep.core.roles import print_value
+from halfstep.jax.apply import Applied
+
+
+def summarize(
+    applied: Applied, trained: Mapping[str, Any], note: str, widened: Sequence[str], decay: float
+) -> list[str]:
+    """Returns the lines of `summary(state)`."""
+    policy = applied.policy
+    lines = [str(policy), *([f"  {note}"] if note else []), *_modules(applied), *_masters(applied, trained)]
+    if widened:
+        lines.append(f"  widened to their masters: {len(widened)} parameters that were narrower ({some(widened)})")
+    if decay:
+        lines.append(f"  averages of the masters in fp32, decay {decay:g}")
+    scale = print_value(policy.scale)
+    return [
+        *lines,
+        f"  gradients: summed in {policy.accumulate}; loss scale: {scale}; not finite: skipped",
+        "  functions of the loss function: step.reach(state, batch) lists how each runs",
+    ]
+
+
+def _modules(applied: Applied) -> Iterator[str]:
+    groups: dict[str, dict[str, None]] = {}
+    for name, precision in applied.precisions.items():
+        form = f"computes in {precision.compute}"
+        if precision.narrow:
+            x, g = (print_value(operand) for operand in precision.operands)
+            form += f", multiplies in {x}, with gradients in {g}"
+        groups.setdefault(f"{form}, weight gradients in {precision.grad_weight}", {})[owner(name)] = None
+    for form, names in groups.items():
+        yield f"  {len(names)} modules ({some([*names])}): {form}"
+
+
+def _masters(applied: Applied, trained: Mapping[str, Any]) -> Iterator[str]:
+    held: dict[str, list[int]] = {}
+    emulated = " (emulated)" if applied.policy.emulate else ""
+    for name, param in applied.masters.items():
+        moments = applied.moments[name]
+        form = f"{print_value(param)}{emulated}, moments in {moments}"
+        held.setdefault(form, []).append(trained[name].size)
+    for form, sizes in held.items():
+        yield f"  masters: {len(sizes)} parameters, {sum(sizes):,} numbers, in {form}"
