@@ -42,7 +42,7 @@ API = {
             "state_dict",
             "load_state_dict",
         ),
-        *("audit", "Monitor"),
+        *("muon", "audit", "Monitor"),
         *("casts_for", "dot_general", "linear", "attention"),
         *("layer_norm", "rms_norm", "softmax", "cross_entropy", "quantize"),
     ],

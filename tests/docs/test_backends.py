@@ -23,7 +23,7 @@ def run_block(page, place, **names):
 
 
 def test_every_block_has_a_test():
-    tested = [*(("backends.md", n) for n in range(12)), ("fp8.md", 0), *(("saving.md", n) for n in range(3))]
+    tested = [*(("backends.md", n) for n in range(13)), ("fp8.md", 0), *(("saving.md", n) for n in range(3))]
     assert [(page, place) for page, place, _ in BLOCKS] == tested
 
 
@@ -54,6 +54,10 @@ def test_jax(capsys):
     narrow = {"w": jnp.ones((4, 4), jnp.bfloat16)}
     run_block("backends.md", 5, params=narrow, batch=batch, loss_fn=loss_fn, optimizer=ran["optimizer"])
     assert "HS101 None `w` is stepped in bf16" in capsys.readouterr().out
+    given = {"jax": jax, "optax": pytest.importorskip("optax"), **names}
+    ran = run_block("backends.md", 6, params=params, batch=batch, loss_fn=loss_fn, **given)
+    assert ran["state"].ema["w"].dtype == jnp.float32
+    assert "1 dot_general (w): reached, multiplies in bf16, weight gradients in fp32" in capsys.readouterr().out
 
 
 def test_mlx(capsys):
@@ -62,19 +66,19 @@ def test_mlx(capsys):
 
     model, batch = nn.Linear(4, 4), mx.ones((2, 4))
     names = {"loss_fn": lambda model, x: (model(x) ** 2).mean(), "micro_batches": [batch, batch]}
-    ran = run_block("backends.md", 6, model=model, batch=batch, **names)
+    ran = run_block("backends.md", 7, model=model, batch=batch, **names)
     assert np.isfinite(ran["result"].loss.item())
     assert ran["run"].num_applied == 2
     assert "multiplies in bf16" in capsys.readouterr().out
-    watched = run_block("backends.md", 7, run=ran["run"], batch=batch, **names)
+    watched = run_block("backends.md", 8, run=ran["run"], batch=batch, **names)
     assert (watched["numbers"][..., 1] > 0).all()
     assert watched["lost"].tolist() == [0.0]
     narrow = nn.Linear(4, 4)
     narrow.set_dtype(mx.bfloat16)
-    run_block("backends.md", 8, model=narrow, optimizer=ran["optimizers"].AdamW(1e-5), batch=batch, **names)
+    run_block("backends.md", 9, model=narrow, optimizer=ran["optimizers"].AdamW(1e-5), batch=batch, **names)
     assert "HS101 `weight` is stepped in bf16 by AdamW" in capsys.readouterr().out
     names |= {"optimizers": ran["optimizers"], "prepare": ran["prepare"], "mx": mx}
-    ran = run_block("backends.md", 9, model=nn.Linear(4, 4), **names)
+    ran = run_block("backends.md", 10, model=nn.Linear(4, 4), **names)
     assert ran["run"].num_applied == 1
 
 
@@ -87,12 +91,12 @@ def test_weights_that_others_trained(monkeypatch):
     small = Decoder(ModelConfig(context=8, layers=1, width=16, heads=2))
     monkeypatch.setattr(halfstep, "load_model", lambda recipe, folder: small)
     tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
-    ran = run_block("backends.md", 10, tokens=tokens)
+    ran = run_block("backends.md", 11, tokens=tokens)
     assert torch.isfinite(ran["result"].loss)
     held = torch.nn.Sequential(torch.nn.Linear(4, 4)).bfloat16()
     auto = SimpleNamespace(from_pretrained=lambda name, dtype: held)
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoModelForCausalLM=auto))
-    ran = run_block("backends.md", 11, prepare=ran["prepare"], AdamW=ran["AdamW"])
+    ran = run_block("backends.md", 12, prepare=ran["prepare"], AdamW=ran["AdamW"])
     assert held[0].weight.dtype == torch.float32
     assert "fp32" in str(ran["run"].summary())
 
