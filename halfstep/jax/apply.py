@@ -12,7 +12,7 @@ results so.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from halfstep.config.model import owner
 from halfstep.core.errors import HalfstepError
-from halfstep.core.formats import FP32, Format
+from halfstep.core.formats import BF16, FP32, Format
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions
 from halfstep.core.refusal import EMULATE, check_formats, check_implemented, check_reach
@@ -41,6 +41,7 @@ class Applied:
     masters: dict[str, Param]
     moments: dict[str, Format]
     precisions: dict[str, Precision]
+    halves: frozenset[str] = frozenset()  # split masters of which the loss function uses the bf16 half alone
 
 
 def apply(params: Any, policy: Policy, names: Sequence[str] = ()) -> Applied:
@@ -57,12 +58,34 @@ def apply(params: Any, policy: Policy, names: Sequence[str] = ()) -> Applied:
     for form in (policy, policy.evaluation()):
         check_supported([base_precision(form), *precisions(form, modules).values()], leaves.device)
     check_implemented(policy, "jax", _not_implemented)
+    masters = {
+        name: _whole_if_small(cast(Param, values[owner(name)].values["param"]), leaf)
+        for name, leaf in leaves.trained.items()
+    }
     return Applied(
         policy,
-        {name: cast(Param, values[owner(name)].values["param"]) for name in leaves.trained},
+        masters,
         {name: cast(Format, values[owner(name)].values["moments"]) for name in leaves.trained},
         {name: by_module[owner(name)] for name in leaves.trained},
+        find_halves(policy, masters, modules),
     )
+
+
+def find_halves(policy: Policy, masters: Mapping[str, Param], modules: Sequence[str]) -> frozenset[str]:
+    """Returns the split masters whose bf16 half is all that is used: whoever uses them computes in bf16.
+
+    A module without parameters, such as a tied head, may use any of them.
+    """
+    by_module, owners = precisions(policy, modules), {owner(name) for name in masters}
+    inside = [name for name in modules if not any(other.startswith(f"{name}.") for other in modules)]
+    if any(by_module[name].compute != BF16 for name in inside if name not in owners):
+        return frozenset()
+    return frozenset(n for n, param in masters.items() if param.split and by_module[owner(n)].compute == BF16)
+
+
+def _whole_if_small(param: Param, leaf: Any) -> Param:
+    """Returns how a leaf is held: gains, biases and scalars are never split."""
+    return replace(param, split=False) if jnp.ndim(leaf) < 2 else param
 
 
 def check_supported(wanted: Sequence[Precision], device: jax.Device) -> None:
@@ -73,8 +96,6 @@ def check_supported(wanted: Sequence[Precision], device: jax.Device) -> None:
 def _not_implemented(role: str, value: Value) -> str:
     if role == "reduce" and value != FP32:
         return "`reduce=fp32`: gradients travel in fp32"
-    if isinstance(value, Param) and value.split:
-        return "`param=fp32` holds the same numbers in 4 bytes and a cast"
     if isinstance(value, Operand) and value.measured:
         return f"omit `measured`, `{role}={value.format}`, and name the matmuls by rules; or {EMULATE}"
     if isinstance(value, Operand) and value.amax == "delayed":

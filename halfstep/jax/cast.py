@@ -35,6 +35,7 @@ from halfstep.core.cast_constants import (
     check_word,
     word_range,
 )
+from halfstep.core.errors import RoundingError
 from halfstep.core.formats import BF16, FP32, Format, Overflow
 from halfstep.core.philox import KEY_STEPS, MULTIPLIERS
 from halfstep.core.roles import Operand
@@ -122,6 +123,36 @@ def scale_for(amax: Any, fmt: Format) -> Array:
     """Returns the largest power of two that keeps amax * scale <= fmt.max, elementwise; NaN for inf and NaN."""
     power, broken = _power_for(_as_fp32(amax, fmt), fmt)
     return _float(jnp.where(broken, _NAN, (127 + power) << 23))
+
+
+def split(x: Array) -> tuple[Array, Array]:
+    """Returns an fp32 master as the nearest bf16, ties away from zero, and the int16 remainder (core.split)."""
+    if x.dtype != jnp.float32:
+        raise RoundingError(
+            f"`x` is {x.dtype}, not float32",
+            hint="split takes the fp32 master; widen others with x.astype(jnp.float32)",
+        )
+    bits = lax.bitcast_convert_type(lax.stop_gradient(x), jnp.uint32)
+    # (bits + 0x8000) >> 16, halved first so that the sum stays within 32 bits.
+    hi = ((bits >> 15) + jnp.uint32(1)) >> 1
+    nan = (bits & _MAGNITUDE) > _INF
+    hi = jnp.where(nan, (bits >> 16) & 0x8000 | 0x7FC0, hi).astype(jnp.uint16)
+    lo = jnp.where(nan, jnp.uint32(0), bits & 0xFFFF).astype(jnp.uint16)
+    return lax.bitcast_convert_type(hi, jnp.bfloat16), lax.bitcast_convert_type(lo, jnp.int16)
+
+
+def join(hi: Array, lo: Array) -> Array:
+    """Returns the fp32 number that `split` took apart."""
+    if (hi.dtype, lo.dtype) != (jnp.bfloat16, jnp.int16) or hi.shape != lo.shape:
+        raise RoundingError(
+            f"`hi` is {hi.dtype} of shape {hi.shape} and `lo` {lo.dtype} of shape {lo.shape}; they are bfloat16 "
+            "and int16, two halves of one array",
+            hint="pass both results of the same split",
+        )
+    upper = lax.bitcast_convert_type(lax.stop_gradient(hi), jnp.uint16).astype(jnp.uint32) << 16
+    lower = lo.astype(jnp.int32)
+    lower = jnp.where((upper & _MAGNITUDE) == 0, jnp.maximum(lower, 0), lower)  # core.split.join says why
+    return _float(upper + lax.bitcast_convert_type(lower, jnp.uint32))
 
 
 def random_bits(shape: int | Sequence[int], *, seed: int, step: int | Array, tensor: int, start: int = 0) -> Array:

@@ -33,12 +33,13 @@ from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
 from halfstep.core.state_format import Snapshot, Stored, widen
 from halfstep.jax import memory
-from halfstep.jax.apply import apply
+from halfstep.jax.apply import apply, find_halves, modules_of
 from halfstep.jax.dtypes import as_device, as_devices, describe
 from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.measure import devices
 from halfstep.jax.model import Decoder
 from halfstep.jax.observe.monitor import Monitor, Unread
+from halfstep.jax.optim.masters import hold, widened
 from halfstep.jax.optim.optimizers import Schedule, build_optimizers, names_in_state
 from halfstep.jax.parallel import check_divides, place_rows
 from halfstep.jax.run.nonfinite import find
@@ -104,9 +105,9 @@ class Session:
     def change_policy(self, policy: Policy, *, keep: bool = True) -> None:
         """Trains in another precision from the next step on; without `keep`, a state must be loaded first."""
         before, state = self.policy, self.state()
-        held = {name: widen(value) for name, value in state.items() if name.startswith("model.")}
+        held = _widened(state)
         del self.run
-        self._begin(policy, {name.removeprefix("model."): value for name, value in held.items()})
+        self._begin(policy, held)
         if keep:
             self.load(carry_over(state, self.state(), before, policy, self.config.model))
 
@@ -192,7 +193,7 @@ class Session:
 
     def evaluate(self, batches: Iterable[Tokens], *, averaged: bool = True) -> tuple[float, int]:
         losses, count = [], 0
-        params = self.run.ema if averaged and self.run.ema else self.run.params
+        params = self.run.ema if averaged and self.run.ema else self._used(self.policy.evaluation())
         for batch in batches:
             with self._here():
                 losses += self._losses(params, batch)
@@ -205,7 +206,7 @@ class Session:
         padded = np.zeros((1, self.config.model.context), np.int32)
         padded[0, : len(window)] = window
         with self._here():
-            params = self._of_one(self.run.params)
+            params = self._of_one(self._used(self.policy))
             return np.asarray(self._next(params, self._to_device(padded), len(window) - 1))
 
     def state(self) -> dict[str, Stored]:
@@ -231,7 +232,7 @@ class Session:
             return self.model.loss(params, tokens[:, :-1], tokens[:, 1:]) / tokens[:, 1:].size
 
         with self._here(), jax.default_matmul_precision("highest"):
-            params = self._of_one(self.run.params)
+            params = self._of_one(self._used(self.policy))
             used = float(self.run.scale.scale) if scale is None else scale
             return find(loss, params, (self._to_device(tokens) for tokens in rows), used)
 
@@ -243,9 +244,16 @@ class Session:
 
     def load_weights(self, state: Mapping[str, Stored]) -> None:
         ours = state_dict(self.run)
-        given = {name: restored(record) for name, record in state.items() if name.startswith("model.")}
-        given = {name: x.astype(ours[name].dtype) if name in ours else x for name, x in given.items()}
-        self.run = load_state_dict(self.run, {n: x for n, x in ours.items() if not n.startswith("model.")} | given)
+        wide, of_weights = _widened(state), ("model.", "remainder.")
+        with self._here():
+            applied = apply(self.run.params, self.policy, self.run.names)
+            known = {name: jnp.asarray(x) for name, x in wide.items() if name in applied.masters}
+            held, remainders = hold(known, applied)
+        given = {f"model.{name}": x for name, x in (wide | held).items()}
+        given |= {f"remainder.{name}": x for name, x in remainders.items()}
+        self.run = load_state_dict(
+            self.run, {n: x for n, x in ours.items() if not n.startswith(of_weights)} | given
+        )
 
     def applied(self) -> int:
         return int(self.run.num_applied)
@@ -266,6 +274,14 @@ class Session:
 
     def _counts(self) -> set[str]:
         return {n for n in state_dict(self.run) if n.startswith("optimizer.") and n not in self._moments}
+
+    def _used(self, policy: Policy) -> Mapping[str, Array]:
+        """Returns the parameters for a function under a policy: whole masters where the half will not do."""
+        if not self.run.remainders:
+            return self.run.params
+        params, modules = self.run.params, list(dict.fromkeys([*self.run.names, *modules_of(self.run.params)]))
+        halves = find_halves(policy, apply(params, self.policy, self.run.names).masters, modules)
+        return widened(params, self.run.remainders, halves)
 
     def _here(self) -> AbstractContextManager[Any]:
         """Traces for this device: a program for another, such as a kernel of attention, would not run here."""
@@ -302,6 +318,12 @@ class Session:
     def _of_one(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """Returns what the first device holds, without a copy: all hold the same."""
         return {name: array.addressable_data(0) for name, array in arrays.items()}
+
+
+def _widened(state: Mapping[str, Stored]) -> dict[str, Any]:
+    """Returns the fp32 numbers of the weights in a state, by name."""
+    names = [name.removeprefix("model.") for name in state if name.startswith("model.")]
+    return {name: widen(state[f"model.{name}"], state.get(f"remainder.{name}")) for name in names}
 
 
 def _on_masters(fn: Callable[..., Array], params: Mapping[str, Array], *rest: Any) -> Array:

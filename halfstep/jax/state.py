@@ -23,6 +23,7 @@ from halfstep.core.policy import Policy
 from halfstep.core.scaling import ScaleState, saved_scale
 from halfstep.core.state_format import Description, Stored, check_same, find_dtype
 from halfstep.jax.apply import Leaves, apply
+from halfstep.jax.optim.masters import widened
 from halfstep.jax.run.summary import summarize
 
 DTYPE_NAMES = {jnp.dtype(kind): name for kind, name in state_format.DTYPE_NAMES.items()}
@@ -40,14 +41,14 @@ class Origin:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["params", "opt_state", "scale", "num_applied", "ema"],
+    data_fields=["params", "opt_state", "scale", "num_applied", "ema", "remainders"],
     meta_fields=["policy", "seed", "names", "origin", "decay"],
 )
 @dataclass(frozen=True)
 class State:
     """Everything the next step depends on."""
 
-    params: Any  # the masters, each in the format it is held in
+    params: Any  # the masters, each in the format it is held in; of a split one the bf16 half
     opt_state: Any
     scale: ScaleState
     num_applied: Array  # int32: updates that were not skipped
@@ -57,6 +58,9 @@ class State:
     origin: Origin = Origin()  # what `choice` and `widened` say
     ema: Mapping[str, Array] = field(default_factory=dict)  # the averages of the masters in fp32, by name
     decay: float = 0.0  # of the averages; 0 if there are none
+    remainders: Mapping[str, Array] = field(
+        default_factory=dict
+    )  # of split masters, by name: what bf16 leaves out
 
     @property
     def choice(self) -> Choice | None:
@@ -67,6 +71,11 @@ class State:
     def widened(self) -> tuple[str, ...]:
         """The parameters that came narrower than their masters are held."""
         return self.origin.widened
+
+    def masters(self) -> Any:
+        """Returns the parameters in fp32, however the state holds them; split masters joined, exactly."""
+        leaves = Leaves(self.params)
+        return leaves.rebuilt(widened(leaves.trained, self.remainders))
 
     def averaged(self) -> Any:
         """Returns the parameters with the averages of the masters, in fp32. Copy what the next step may use up."""
@@ -109,6 +118,7 @@ def check_state(state: Any) -> None:
 def state_dict(state: State) -> dict[str, Array]:
     """Returns every array that the next step depends on: the live ones, not copies."""
     arrays = {f"model.{name}": _plain(leaf) for name, leaf in Leaves(state.params).values.items()}
+    arrays |= {f"remainder.{name}": lo for name, lo in state.remainders.items()}
     arrays |= {name: _plain(leaf) for name, leaf in _optimizer(state).items()}
     arrays |= {f"scale.{part}": value for part, value in state.scale._asdict().items()} | to_state(state.ema)
     return arrays | {"applied": state.num_applied}
@@ -135,6 +145,7 @@ def load_state_dict(state: State, given: Mapping[str, Any]) -> State:
         scale=state.scale if scale is None else ScaleState(*map(_like, scale, state.scale)),
         num_applied=_like(given["applied"], state.num_applied),
         ema={name: _like(averages[name], old) for name, old in state.ema.items()},
+        remainders={name: _like(given[f"remainder.{name}"], old) for name, old in state.remainders.items()},
     )
 
 

@@ -95,7 +95,7 @@ def init(
     """Returns the first state. It copies the parameters and may be donated; `names` are modules without any.
 
     A `TrainState` of Flax is taken as it is, in place of the parameters: its moments and its count of steps come
-    along. Pass its own `tx` as the optimizer. Back: `train.replace(step=state.num_applied, params=state.params,
+    along. Pass its own `tx` as the optimizer. Back: `train.replace(step=state.num_applied, params=state.masters(),
     opt_state=state.opt_state)`.
 
     With a `mesh` every device of it gets the whole state, for a step over the same mesh.
@@ -136,14 +136,15 @@ def first_state(
     leaves = Leaves(params)
 
     @jax.jit
-    def make(trained: dict[str, Array]) -> tuple[dict[str, Array], Any]:
-        wide = widened(trained)
+    def make(trained: dict[str, Array]) -> tuple[dict[str, Array], dict[str, Array], Any]:
+        wide = widened(trained, {})
         moments = optimizer.init(leaves.bare(wide)) if begun is None else begun.opt_state
         opt_state = held_moments(leaves, moments, applied)
-        return {name: hold(name, leaf, applied) for name, leaf in wide.items()}, opt_state
+        return *hold(wide, applied), opt_state
 
-    held, opt_state = make(leaves.trained)
-    narrower = tuple(n for n, x in leaves.trained.items() if x.dtype.itemsize < held[n].dtype.itemsize)
+    held, remainders, opt_state = make(leaves.trained)
+    sizes = {name: 4 if name in remainders else leaf.dtype.itemsize for name, leaf in held.items()}
+    narrower = tuple(name for name, leaf in leaves.trained.items() if leaf.dtype.itemsize < sizes[name])
     state = State(
         params=leaves.rebuilt(held),
         opt_state=opt_state,
@@ -153,8 +154,9 @@ def first_state(
         seed=seed,
         names=tuple(names),
         origin=replace(origin or Origin(None, (), ""), widened=narrower),
-        ema=widened(held) if ema else {},
+        ema=widened(held, remainders) if ema else {},
         decay=ema,
+        remainders=remainders,
     )
     traced = any(isinstance(x, jax.core.Tracer) for x in held.values())
     return state if traced else _placed(state, leaves, held, mesh)
@@ -210,7 +212,8 @@ def make_step(
             check_optimizer(optimizer, leaves, state.opt_state)
             scale = state.scale.scale
             gradient = _gradient(call, leaves, applied, scale, monitor, state.names)
-            sums, first, own = _accumulated(gradient, leaves, applied, batch, rng, micro_batches)
+            masters = widened(leaves.trained, state.remainders, applied.halves)
+            sums, first, own = _accumulated(gradient, masters, applied, batch, rng, micro_batches)
             if mesh is not None:
                 sums = summed(sums, first, mesh)
             return _updated(state, leaves, applied, stepper, sums, clip_norm, monitor), own
@@ -290,7 +293,7 @@ class Step:
                 lambda leaf: leaf.reshape(-1, *leaf.shape[2:]) if jnp.ndim(leaf) > 1 else leaf, batch
             )
         reported = self._replay(state, first_rows(batch, share), rng)
-        return self._monitor.describe(reported, Leaves(state.params).trained)
+        return self._monitor.describe(reported, widened(Leaves(state.params).trained, state.remainders))
 
     def reach(self, state: State, batch: Any, rng: Any = None) -> Reached:
         """Lists how each product, island and look-up of the loss function runs under the policy, and why.
@@ -306,7 +309,8 @@ class Step:
         if self._micro_batches is not None:
             batch = jax.tree.map(lambda leaf: leaf[0], batch)
         leaves, rest = Leaves(state.params), (batch,) if rng is None else (batch, rng)
-        return self._reach(leaves, apply(state.params, state.policy, state.names), widened(leaves.trained), rest)
+        masters = widened(leaves.trained, state.remainders)
+        return self._reach(leaves, apply(state.params, state.policy, state.names), masters, rest)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._step, name)  # lower, eval_shape, __wrapped__
@@ -364,7 +368,7 @@ def replayed(call: LossFn, monitor: Monitor, state: State, batch: Any, rng: Any)
     """Returns what each layer meets of a batch, whole: for each site of the monitor, and each role."""
     with jax.default_matmul_precision("highest"):
         leaves, applied = Leaves(state.params), apply(state.params, state.policy, state.names)
-        masters = widened(leaves.trained)
+        masters = widened(leaves.trained, state.remainders, applied.halves)
 
         def objective(masters: dict[str, Array], part: Any, key: Any) -> tuple[Array, None]:
             return _loss(call, leaves, applied, masters, part, key)[0] * state.scale.scale, None
@@ -376,10 +380,9 @@ def replayed(call: LossFn, monitor: Monitor, state: State, batch: Any, rng: Any)
 
 
 def _accumulated(
-    gradient: Gradient, leaves: Leaves, applied: Applied, batch: Any, rng: Any, count: int | None
+    gradient: Gradient, masters: dict[str, Array], applied: Applied, batch: Any, rng: Any, count: int | None
 ) -> tuple[_Sum, Array, Any]:
     """Returns the sums, the weight of the first micro-batch that has any, and what is each micro-batch's own."""
-    masters = widened(leaves.trained)
     fmt = applied.policy.accumulate
 
     def micro_batch(first: Array, part: Any, key: Any) -> tuple[_Sum, Array, Any]:
@@ -447,20 +450,23 @@ def _updated(
         factor = factor * jnp.minimum(clip_norm / norm, 1.0)
     grads = {name: g * factor for name, g in wide.items()}
     loss = sums.loss / sums.weight
-    held, opt_state, intended = _stepped(state, leaves, applied, optimizer, grads, loss)
-    params, updates = leaves.rebuilt(held), None
+    masters = widened(leaves.trained, state.remainders)
+    (held, remainders), opt_state, intended = _stepped(state, masters, leaves, applied, optimizer, grads, loss)
+    updates = None
     if monitor is not None:
-        updates = update_sums(leaves.trained, held, intended, wide, unscaled, finite, monitor.slice)
+        after = widened(held, remainders)
+        updates = update_sums(masters, after, intended, wide, unscaled, finite, monitor.slice)
 
     def kept(new: Any, old: Any) -> Any:
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
 
-    params = kept(params, state.params)
+    held, remainders = kept(held, leaves.trained), kept(remainders, state.remainders)
     share = jnp.where(finite, 1.0 - state.decay, 0.0)
     following = replace(
         state,
-        params=params,
-        ema=averaged(state.ema, widened(Leaves(params).trained), share),
+        params=leaves.rebuilt(held),
+        remainders=remainders,
+        ema=averaged(state.ema, widened(held, remainders), share),
         opt_state=kept(opt_state, state.opt_state),
         scale=verdict.state,
         num_applied=state.num_applied + finite.astype(jnp.int32),
@@ -470,19 +476,20 @@ def _updated(
 
 def _stepped(
     state: State,
+    masters: dict[str, Array],
     leaves: Leaves,
     applied: Applied,
     optimizer: optax.GradientTransformationExtraArgs,
     grads: dict[str, Array],
     loss: Array,
-) -> tuple[dict[str, Array], Any, dict[str, Array]]:
+) -> tuple[tuple[dict[str, Array], dict[str, Array]], Any, dict[str, Array]]:
     """Steps the optimizer, which sees fp32; returns parameters and moments as they are held, and its updates."""
-    masters, moments = widened(leaves.trained), wide_moments(leaves, state.opt_state, applied)
+    moments = wide_moments(leaves, state.opt_state, applied)
     besides = {"value": loss, "policy": state.policy}  # for transforms that ask: optax leaves them out for others
     updates, moments = optimizer.update(leaves.bare(grads), moments, leaves.bare(masters), **besides)
     intended = leaves.read(updates)
     moved = {name: masters[name] + u.astype(jnp.float32) for name, u in intended.items()}
-    held = {name: hold(name, x, applied, seed=state.seed, step=state.num_applied + 1) for name, x in moved.items()}
+    held = hold(moved, applied, seed=state.seed, step=state.num_applied + 1)
     return held, held_moments(leaves, moments, applied), intended
 
 
@@ -512,6 +519,7 @@ def _placed(state: State, leaves: Leaves, held: Mapping[str, Array], mesh: Mesh 
         scale=ScaleState(*(copied(x, whole) for x in state.scale)),
         num_applied=copied(state.num_applied, whole),
         ema={name: copied(x, held[name].sharding) for name, x in state.ema.items()},
+        remainders={name: copied(x, held[name].sharding) for name, x in state.remainders.items()},
     )
 
 

@@ -437,7 +437,7 @@ def _backends(*names):
 backend = _backends("torch", "jax", "mlx")
 implementation = _backends("numpy", "torch", "jax", "mlx")  # with the reference itself
 fp8_backend = _backends("torch", "jax")  # those with types of 8 bits
-splitting = _backends("numpy", "torch", "mlx")  # those that hold split masters
+splitting = _backends("numpy", "torch", "jax", "mlx")
 # For what JAX would compile for many seconds: there it is part of `make prove`.
 slow_backend = _backends("torch", pytest.param("jax", marks=pytest.mark.prove), "mlx")
 torch_backend = _backends("torch")  # the one that others are compared with where numpy has no reference

@@ -97,7 +97,6 @@ def test_rules_reach_the_leaves_of_a_module(params):
     [
         ("bf16-mixed; blocks.*.dwn: compute=fp32", "matches none of the 4 names"),
         ("bf16-mixed; blocks: param=bf16", "holds a parameter"),
-        ("bf16-mixed,param=fp32:split", "split.* is not implemented on jax yet"),
         ("bf16-mixed,buffers=bf16", "buffers=bf16"),
         ("bf16-mixed,grad=fp32", "activation's own format"),
         ("fp8-mixed", "e4m3 cannot run"),

@@ -1,11 +1,16 @@
 """How a state holds masters and moments, and the way to fp32, which any optimizer sees, and back.
 
-fp32          the leaf of the parameters is its own master
-bf16          there is none: the leaf is widened, updated and rounded back, to nearest or stochastically
-emulated      bf16 numbers in fp32 arrays, rounded back in the same way
+    fp32          the leaf of the parameters is its own master
+    fp32:split    the leaf is the nearest bf16, and the state has the int16 remainder beside it (core.split)
+    bf16          there is none: the leaf is widened, updated and rounded back, to nearest or stochastically
+    emulated      bf16 numbers in fp32 arrays, rounded back in the same way
+
+**Which numbers does a loss function see?** Where everything that uses a split master computes in bf16, its bf16
+half, in fp32: XLA drops the way there and back, so a matmul reads the half as it lies. Elsewhere the whole.
+The gradient is fp32 in both cases, and is the master's.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -17,17 +22,34 @@ from halfstep.core.formats import FP32, Format
 from halfstep.core.philox import tensor_id
 from halfstep.core.rounding import Rounding
 from halfstep.jax.apply import Applied, Leaves
-from halfstep.jax.cast import carried, quantize, random_bits
+from halfstep.jax.cast import carried, join, quantize, random_bits, split
 from halfstep.jax.dtypes import dtype_of
 
 
-def widened(held: Mapping[str, Array]) -> dict[str, Array]:
-    """Returns the fp32 numbers that masters stand for."""
-    return {name: leaf.astype(jnp.float32) for name, leaf in held.items()}
+def widened(
+    held: Mapping[str, Array], remainders: Mapping[str, Array], halves: Collection[str] = ()
+) -> dict[str, Array]:
+    """Returns the fp32 numbers that masters stand for; of those in `halves`, the numbers of the bf16 half."""
+    joined = {name: join(held[name], lo) for name, lo in remainders.items() if name not in halves}
+    return {name: joined.get(name, leaf.astype(jnp.float32)) for name, leaf in held.items()}
 
 
-def hold(name: str, wide: Array, applied: Applied, *, seed: int = 0, step: Array | None = None) -> Array:
-    """Returns an fp32 result as its master is held; `step` counts updates, for stochastic rounding."""
+def hold(
+    wide: Mapping[str, Array], applied: Applied, *, seed: int = 0, step: Array | None = None
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Returns fp32 numbers as their masters are held, and the remainders of split ones.
+
+    `step` counts updates, for stochastic rounding; without it all are rounded to nearest.
+    """
+    pairs = {name: split(x) for name, x in wide.items() if applied.masters[name].split}
+    held = {
+        name: pairs[name][0] if name in pairs else _rounded(name, x, applied, seed, step)
+        for name, x in wide.items()
+    }
+    return held, {name: lo for name, (_, lo) in pairs.items()}
+
+
+def _rounded(name: str, wide: Array, applied: Applied, seed: int, step: Array | None) -> Array:
     param = applied.masters[name]
     if param.format == FP32:
         return wide

@@ -8,6 +8,8 @@ from halfstep.core.audit.reached import some
 from halfstep.core.roles import print_value
 from halfstep.jax.apply import Applied
 
+SPLIT = "bf16 and a 16-bit remainder, together fp32: state.masters() joins them"
+
 
 def summarize(
     applied: Applied, trained: Mapping[str, Any], note: str, widened: Sequence[str], decay: float
@@ -44,7 +46,8 @@ def _masters(applied: Applied, trained: Mapping[str, Any]) -> Iterator[str]:
     emulated = " (emulated)" if applied.policy.emulate else ""
     for name, param in applied.masters.items():
         moments = applied.moments[name]
-        form = f"{print_value(param)}{emulated}, moments in {moments}"
+        form = SPLIT if param.split else f"{print_value(param)}{emulated}"
+        form += f", moments in {moments}"
         held.setdefault(form, []).append(trained[name].size)
     for form, sizes in held.items():
         yield f"  masters: {len(sizes)} parameters, {sum(sizes):,} numbers, in {form}"

@@ -50,7 +50,6 @@ HONORED = [
 # What one backend refuses, with a part of the reason.
 REFUSED_BY = {
     ("torch", "bf16-true,grad_weight=fp32"): "torch keeps its gradient in that too",
-    ("jax", "bf16-mixed,param=fp32:split"): "split",
     ("mlx", "fp8-mixed"): "MLX has no fp8 type",
     ("jax", "bf16-mixed,reduce=bf16"): "reduce=bf16",
     ("mlx", "bf16-mixed,reduce=bf16"): "reduce=bf16",

@@ -21,8 +21,6 @@ RESUMED = ["fp32", "bf16-mixed,param=fp32:split", "bf16-true,param=bf16:stochast
     ],
 )
 def test_a_restored_state_continues_bit_for_bit(slow_backend, policy, optimizer):
-    if slow_backend.name == "jax":
-        policy = policy.replace(",param=fp32:split", "")
     one = session(slow_backend, policy, f"optimizer.name={optimizer}")
     for step in range(2):
         one.step(batch(step, one))
@@ -73,7 +71,7 @@ def test_the_loss_scale_of_another_policy_is_refused_and_may_be_left_out(slow_ba
 
 
 def test_weights_are_loaded_from_a_state_however_they_are_held(backend):
-    held = ["fp32", "bf16-true", *(["bf16-mixed,param=fp32:split"] if backend.name != "jax" else [])]
+    held = ["fp32", "bf16-true", "bf16-mixed,param=fp32:split"]
     for source in held:
         state = session(backend, source).state()
         expected = masters(state)
@@ -105,8 +103,6 @@ CHANGED = [
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=prove)])
 def test_another_policy_keeps_masters_moments_and_counts_bit_for_bit(slow_backend, before, after, optimizer):
     """What it then does with them is a step from these very numbers, at the first scale of the new policy."""
-    if slow_backend.name == "jax":
-        before, after = (policy.replace(",param=fp32:split", "") for policy in (before, after))
     given = [f"optimizer.name={optimizer}", "training.ema=0.5"]
     one, other = session(slow_backend, before, *given), session(slow_backend, after, *given, "seed=5")
     for step in range(2):
