@@ -58,9 +58,7 @@ class State:
     origin: Origin = Origin()  # what `choice` and `widened` say
     ema: Mapping[str, Array] = field(default_factory=dict)  # the averages of the masters in fp32, by name
     decay: float = 0.0  # of the averages; 0 if there are none
-    remainders: Mapping[str, Array] = field(
-        default_factory=dict
-    )  # of split masters, by name: what bf16 leaves out
+    remainders: Mapping[str, Array] = field(default_factory=dict)  # what the bf16 of split masters leaves out
 
     @property
     def choice(self) -> Choice | None:
