@@ -72,7 +72,7 @@ def apply(params: Any, policy: Policy, names: Sequence[str] = ()) -> Applied:
 
 
 def find_halves(policy: Policy, masters: Mapping[str, Param], modules: Sequence[str]) -> frozenset[str]:
-    """Returns the split masters whose bf16 half is all that is used: whoever uses them computes in bf16.
+    """Returns the split masters whose bf16 half is all that is used: by modules that compute in bf16.
 
     A module without parameters, such as a tied head, may use any of them.
     """
