@@ -122,10 +122,12 @@ def test_the_scale_is_part_of_the_state():
 
 def test_no_field_of_the_state_is_left_out():
     """A field that is added later must be stored too, or be one that the policy and the call give."""
-    given = {"policy", "seed", "names", "origin"}
+    given = {"policy", "seed", "names", "origin", "decay"}
     kinds = {"params": "model.", "opt_state": "optimizer.", "scale": "scale.", "num_applied": "applied"}
-    assert {field.name for field in dataclasses.fields(trained(0))} == given | kinds.keys()
-    assert all(any(name.startswith(kind) for name in state_dict(trained(0))) for kind in kinds.values())
+    kinds |= {"ema": "average.", "remainders": "remainder."}
+    state = init(params(), OPTIMIZER, "bf16-mixed,param=fp32:split", ema=0.9)
+    assert {field.name for field in dataclasses.fields(state)} == given | kinds.keys()
+    assert all(any(name.startswith(kind) for name in state_dict(state)) for kind in kinds.values())
 
 
 @pytest.mark.parametrize(
