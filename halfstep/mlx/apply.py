@@ -192,6 +192,8 @@ def set_precision(model: Module, policy: Policy, names: Sequence[str] | None = N
             module.precision, module.streams = precision, streams
         else:
             module.halfstep = replace(module.halfstep, casts=casts_of(precision), streams=streams)
+    if isinstance(model, Whole):
+        model.halfstep_model = _borders(policy, model.halfstep_model.cast_inputs)
     return len(modules)
 
 
@@ -331,8 +333,13 @@ def _convert(
         saved = {key: model.__dict__[key] for key in _ATTRIBUTES if key in model.__dict__}
         originals.append((model, type(model), saved))
         model.__class__ = _mixed(Whole, type(model))
-        model.halfstep_model = Borders(casts_of(base), casts_of(replace(base, compute=policy.loss)), cast_inputs)
+        model.halfstep_model = _borders(policy, cast_inputs)
     return originals, tuple(changes)
+
+
+def _borders(policy: Policy, cast_inputs: bool) -> Borders:
+    base = base_precision(policy)
+    return Borders(casts_of(base), casts_of(replace(base, compute=policy.loss)), cast_inputs)
 
 
 def _mixed(mixin: type, own: type) -> type:

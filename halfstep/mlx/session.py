@@ -22,7 +22,7 @@ from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
 from halfstep.core.state_format import Snapshot, Stored
 from halfstep.mlx import memory
-from halfstep.mlx.apply import apply, check_policy, set_precision
+from halfstep.mlx.apply import apply, check_policy
 from halfstep.mlx.dtypes import as_device, describe
 from halfstep.mlx.measure import devices
 from halfstep.mlx.model import Decoder
@@ -142,23 +142,16 @@ class Session:
         return "MLX times no steps on the device"
 
     def evaluate(self, batches: Iterable[Tokens], *, averaged: bool = True) -> tuple[float, int]:
-        evaluated = self.policy.evaluation()
         losses: list[mx.array] = []
-        count = 0
-        with mx.stream(self.device):
-            if evaluated != self.policy:
-                set_precision(self.model, evaluated, self.model.module_names())
-            try:
-                averaged = averaged and self.run.averages is not None
-                with self.run.averaged() if averaged else nullcontext(), self.run.masters.in_use():
-                    for batch in batches:
-                        loss, tokens = _sum_and_count(self.model, mx.array(batch))
-                        mx.async_eval(loss)
-                        losses.append(loss)
-                        count += int(tokens)
-            finally:
-                if evaluated != self.policy:
-                    set_precision(self.model, self.policy, self.model.module_names())
+        count, averaged = 0, averaged and self.run.averages is not None
+        used = self.run.averaged() if averaged else nullcontext()
+        formats = self.run.evaluation(self.model.module_names())
+        with mx.stream(self.device), used, formats, self.run.masters.in_use():
+            for batch in batches:
+                loss, tokens = _sum_and_count(self.model, mx.array(batch))
+                mx.async_eval(loss)
+                losses.append(loss)
+                count += int(tokens)
         return sum(float(np.array(loss)) for loss in losses), count
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:

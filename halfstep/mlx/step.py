@@ -37,7 +37,7 @@ from halfstep.core.observed import SLICE
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_numbers
 from halfstep.core.scaling import DynamicScale, ScaleAlarm, ScaleState, stuck_error
-from halfstep.mlx.apply import Applied, Place, apply, arrays, public, restore, trainable, walk
+from halfstep.mlx.apply import Applied, Place, apply, arrays, public, restore, set_precision, trainable, walk
 from halfstep.mlx.collect.audit import STEPS
 from halfstep.mlx.collect.prepared import prepared_record
 from halfstep.mlx.dtypes import describe, dtype_of
@@ -51,6 +51,7 @@ from halfstep.mlx.optim.ema import Averages
 from halfstep.mlx.optim.masters import Masters
 from halfstep.mlx.optim.optimizers import Muon, leaves_of
 from halfstep.mlx.parallel.ranks import TIMEOUT, Ranks, ranks_of
+from halfstep.mlx.parallel.start import start_as_rank_0
 from halfstep.mlx.run.audit import audit_updates
 from halfstep.mlx.run.checks import (
     check_loss,
@@ -58,6 +59,7 @@ from halfstep.mlx.run.checks import (
     check_untraced,
     check_weight,
     measured_choice,
+    refuse_update,
     resolve_compile,
 )
 from halfstep.mlx.run.gradients import Gradients, norm, summed
@@ -167,18 +169,18 @@ class Run:
         self._before: dict[str, mx.array] = {}
         self._replaced: set[str] = set()
         self._known = {name: (id(p.container), p.array.dtype) for name, p in conversion.places.items()}
-        self._open, self._averaging = True, False
+        self._open, self._holds = True, ""  # what the model holds for now, if not what it trains
         watched = warns and isinstance(self.policy.scale, DynamicScale)
         self._alarm = ScaleAlarm(self.policy.scale) if watched else None
         self._unread: deque[StepResult] = deque()  # updates whose scale was not looked at
         self._monitor: Monitor | None = None
         self._measured: list[UpdateNumbers] = []  # what wants to see the next update
         if ranks is not None:
-            self._start_as_rank_0(ranks)
+            start_as_rank_0(self, ranks)
         for each in self.optimizers:
             if isinstance(each, Muon):
                 each.bind(self.policy.compute.format, emulate=self.policy.emulate)
-        optimizer.update = _refuse_update  # type: ignore[method-assign]
+        optimizer.update = refuse_update  # type: ignore[method-assign]
         optimizer.init(tree_unflatten(list(self.masters.wide().items())))
         self._cast_moments()
         self.averages = Averages(self.masters, ema) if ema else None
@@ -206,12 +208,35 @@ class Run:
         if self.averages is None:
             raise HalfstepError("there are no averages", hint="prepare(..., ema=0.999) keeps them")
         self.masters.check_writes()
-        with self.averages.used():
-            self._averaging = True
-            try:
+        with self.averages.used(), self._holding("its averages, inside run.averaged()"):
+            yield
+
+    @contextmanager
+    def evaluation(self, names: Sequence[str] | None = None) -> Iterator[None]:
+        """Inside, the model computes as the policy's `eval` role says. It does not call model.eval().
+
+        `names` are the modules that rules may match; all by default.
+        """
+        if not self._holds:  # averages may be evaluated as well: formats and masters are two things
+            self._check_open()
+        evaluated = self.policy.evaluation()
+        if evaluated == self.policy:
+            yield
+            return
+        set_precision(self.model, evaluated, names)
+        try:
+            with self._holding("the formats of `eval`, inside run.evaluation()"):
                 yield
-            finally:
-                self._averaging = False
+        finally:
+            set_precision(self.model, self.policy, names)
+
+    @contextmanager
+    def _holding(self, what: str) -> Iterator[None]:
+        before, self._holds = self._holds, what
+        try:
+            yield
+        finally:
+            self._holds = before
 
     def weights(self) -> dict[str, mx.array]:
         """Returns the model's parameters by name, the fp32 master of those that have one."""
@@ -327,19 +352,6 @@ class Run:
             return total
         return summed(total, self.ranks, int(self.num_applied.item()) + 1)  # type: ignore[arg-type]
 
-    def _start_as_rank_0(self, ranks: Ranks) -> None:
-        """Takes the arrays of rank 0, and refuses processes that would not train as it does."""
-        rates = [float(o.state["learning_rate"]) for o in self.optimizers if "learning_rate" in o.state]
-        settings = {"policy": str(self.policy), "clip_norm": float(self.clip_norm), "seed": int(self.masters.seed)}
-        trained = list(self.conversion.places)
-        ranks.agree("the start", **settings, learning_rate=rates, trained_arrays=trained)
-        places = arrays(self.model)
-        first = ranks.from_rank_0("the first weights", {name: place.array for name, place in places.items()})
-        for name, place in places.items():
-            place.put(first[name])
-        self.masters.remainders |= ranks.from_rank_0("the first weights", self.masters.remainders)
-        self.masters.note_writes()
-
     def check(self, result: StepResult, cause: str = "") -> None:
         """Stops a run that no scale can save, and names the cause if it is known. Reads from the device."""
         if result.stuck.item():
@@ -453,10 +465,8 @@ class Run:
         self._check_held()
 
     def _check_held(self) -> None:
-        if self._averaging:
-            raise HalfstepError(
-                "the model holds its averages, inside run.averaged()", hint="leave the `with` block first"
-            )
+        if self._holds:
+            raise HalfstepError(f"the model holds {self._holds}", hint="leave the `with` block first")
 
     def _check_model(self) -> None:
         """Refuses a model whose parameters are no longer those that were prepared."""
@@ -580,12 +590,3 @@ class Run:
                 if parameter is not None and place.array.shape == parameter.array.shape:
                     fmt = FP32 if widen else self.conversion.moments[name.rpartition(".")[0]]
                     place.put(place.array.astype(dtype_of(fmt)))
-
-
-def _refuse_update(model: Module, gradients: Any) -> None:
-    """Takes the place of `optimizer.update` while a run has the optimizer."""
-    raise HalfstepError(
-        "optimizer.update steps without masters, the loss scale and the check for what is not finite",
-        hint="loss, grads = run.value_and_grad(loss_fn)(batch); run.update(grads); or run.step(loss_fn, [batch]); "
-        "run.unprepare() gives the optimizer back",
-    )

@@ -471,6 +471,20 @@ def test_averages_follow_the_masters_and_are_saved():
         run(ema=1)
 
 
+@pytest.mark.parametrize("held", ["", ",param=fp32:split"])
+def test_evaluation_computes_in_the_formats_of_its_role_and_is_over_after(held):
+    wide, r = run("fp32", model=mlp()), run(f"bf16-mixed,eval=fp32{held}", model=mlp(), ema=0.5)
+    x, before = data(4), r.model(data(4))
+    with r.evaluation():
+        assert mx.array_equal(r.model(x), wide.model(x))
+        with refuses(HalfstepError, r"the formats of `eval`, inside run\.evaluation\(\)", "leave"):
+            r.step(squares, [x])
+    with r.averaged(), r.evaluation():
+        assert mx.array_equal(r.model(x), wide.model(x))  # before the first step
+    assert mx.array_equal(r.model(x), before)
+    r.step(squares, [x])
+
+
 @pytest.mark.parametrize("policy", ["fp16-mixed", "fp32"])
 def test_a_model_with_split_masters_computes_with_whole_ones_outside_of_a_step_too(policy):
     whole, split = (run(f"{policy}{held}", model=mlp()) for held in ("", ",param=fp32:split"))

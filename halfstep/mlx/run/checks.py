@@ -102,3 +102,12 @@ def check_loss(loss: Any, policy: Policy) -> mx.array:
             "logits.astype(mx.float32)",
         )
     return loss
+
+
+def refuse_update(model: Module, gradients: Any) -> None:
+    """Takes the place of `optimizer.update` while a run has the optimizer."""
+    raise HalfstepError(
+        "optimizer.update steps without masters, the loss scale and the check for what is not finite",
+        hint="loss, grads = run.value_and_grad(loss_fn)(batch); run.update(grads); or run.step(loss_fn, [batch]); "
+        "run.unprepare() gives the optimizer back",
+    )
