@@ -46,6 +46,7 @@ from halfstep.jax.functions.lazy import (
     check_narrowed,
     custom_jvp,
     find_narrowed,
+    fits,
     merged,
     moved,
     place_of,
@@ -319,9 +320,9 @@ class Interpreter:
     def _in_compute(self, array: Any, eqn: Any, values: Sequence[Value]) -> Any:
         """Casts a promoted result to compute. What a mask selects or adds stays finite, as in a batch."""
         casts = casts_of(self.base)
-        if eqn.primitive.name in ("select_n", "add") and any(value.free for value in values):
-            return admit(array, casts)
-        return enter(array, casts)
+        pairs = zip(eqn.invars, values, strict=True)
+        masks = (v for atom, v in pairs if is_float(atom) and v.free and not fits(v, self.base.compute.max))
+        return (admit if eqn.primitive.name in ("select_n", "add") and any(masks) else enter)(array, casts)
 
     def _dot(self, eqn: Any, values: list[Value]) -> tuple[Array, bool]:
         """Multiplies; returns the product, and whether it is in compute though its variable is fp32."""

@@ -226,3 +226,11 @@ def wide_jvp(
     fn = jax.custom_jvp(primal)
     fn.defjvp(rule)
     return [Value(array, kind="loss") for array in fn(*arrays)]
+
+
+def fits(value: Value, largest: float) -> bool:
+    """Returns whether a value is one number, spread or not, and known to be no larger than that."""
+    if value.made is not None and value.made.eqn.primitive.name in ("broadcast_in_dim", "convert_element_type"):
+        return fits(value.made.values[0], largest)
+    known = not isinstance(value.array, jax.core.Tracer) and jnp.ndim(value.array) == 0
+    return known and abs(float(value.array)) <= largest

@@ -260,9 +260,11 @@ def test_angles_stay_fp32_where_positions_are_multiplied():
     assert np.abs(np.asarray(y, np.float64) - wanted).max() <= 2.0**-8 + 4100 * 2.0**-23
 
 
-def test_a_mask_of_the_lowest_fp32_number_stays_finite_where_the_stream_was_promoted():
-    lowest = np.full((4, 4), np.finfo(np.float32).min)
+LOWEST = np.finfo(np.float32).min
 
+
+@pytest.mark.parametrize("lowest", [np.full((4, 4), LOWEST), LOWEST], ids=["array", "number"])
+def test_a_mask_of_the_lowest_fp32_number_stays_finite_where_the_stream_was_promoted(lowest):
     def attend(p, x):
         x = x + TABLE
         return jax.nn.softmax(jnp.where(np.zeros((4, 4), bool), x @ x.T, lowest)) @ x @ p["w"]
@@ -270,6 +272,21 @@ def test_a_mask_of_the_lowest_fp32_number_stays_finite_where_the_stream_was_prom
     applied = apply(PARAMS, Policy.parse("fp16-mixed"))
     y = cast_inside(attend, Leaves(PARAMS), applied, PARAMS, (X[:, :8],), cast_batch=True)[0]
     assert np.isfinite(np.asarray(y, np.float32)).all()
+
+
+def test_a_number_that_compute_holds_is_added_and_selected_as_it_is():
+    """GELU adds one; attention masks with -0.7 of the largest number. Neither can leave the format."""
+
+    def attend(p, x):
+        x = jax.nn.gelu(x + TABLE)
+        return jax.nn.softmax(jnp.where(np.eye(4, dtype=bool), x @ x.T, -1e38)) @ x @ p["w"]
+
+    def loss(params, x):
+        applied = apply(params, Policy.parse("bf16-mixed"))
+        return cast_inside(attend, Leaves(params), applied, params, (x,), cast_batch=False)[0]
+
+    traced = jax.make_jaxpr(loss)(PARAMS, jnp.asarray(X[:, :8], jnp.bfloat16))
+    assert str(traced).count("name=isinf") == 1  # of the table, whose numbers could be any
 
 
 def test_what_the_function_asked_for_is_refused_with_its_line():
