@@ -47,6 +47,7 @@ from halfstep.jax.functions.lazy import (
     custom_jvp,
     find_narrowed,
     fits,
+    is_biased,
     merged,
     moved,
     place_of,
@@ -55,6 +56,7 @@ from halfstep.jax.functions.lazy import (
     wide_owner,
 )
 from halfstep.jax.functions.primitives import (
+    ALGORITHMS,
     ARITHMETIC,
     BROADCASTING,
     COMPARISON,
@@ -78,6 +80,7 @@ from halfstep.jax.functions.primitives import (
 from halfstep.jax.functions.promoted import find_promoted, is_asked
 from halfstep.jax.layers import admit, dot_general, enter, owned, rounded
 from halfstep.jax.lowering import casts_of
+from halfstep.jax.matmul import as_dimensions, product
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 
@@ -291,7 +294,7 @@ class Interpreter:
             narrowed = find_narrowed(of, place_of(eqn))
         made, asked = remember(eqn, values), self._asked(eqn, values)
         stays = free or ruled or asked is not None
-        biased = name in BROADCASTING and _is_biased(eqn, values)
+        biased = name in BROADCASTING and is_biased(eqn, values)
         results = []
         for array, var in zip(out, eqn.outvars, strict=True):
             narrow = (biased or var in self.promoted) and not stays
@@ -382,6 +385,10 @@ class Interpreter:
                 wide = wide or (aval.dtype.itemsize > base.itemsize and _follows(value))
         arrays = self._arrays(eqn.invars, values)
         params = eqn.params
+        if ALGORITHMS.get(params["precision"]) == self.base.compute and not self.emulate:
+            dims, out = as_dimensions(params["dimension_numbers"]), format_of(eqn.outvars[0].aval.dtype)
+            casts = casts_of(self.base)
+            return product(*(enter(array, casts) for array in arrays), dims, out, casts), wide
         if wide and not any(self._is_ruled(value) for value in values):
             arrays = [enter(array, casts_of(self.base)) for array in arrays]
             params = {**params, "preferred_element_type": base}
@@ -581,14 +588,6 @@ def _side_of_weight(values: Sequence[Value]) -> int | None:
 def _follows(value: Value) -> bool:
     """Returns whether a value that appears in fp32 is cast to compute where it is multiplied."""
     return value.narrow or bool(value.kind) or value.free or value.fixed
-
-
-def _is_biased(eqn: Any, values: Sequence[Value]) -> bool:
-    """Returns whether a promoted array in compute meets parameters alone, as a result of a layer its bias."""
-    floats = [value for atom, value in zip(eqn.invars, values, strict=True) if is_float(atom)]
-    return all(value.narrow or value.owner is not None for value in floats) and any(
-        value.narrow and value.owner is None for value in floats
-    )
 
 
 def _looked_up(value: Value) -> bool:

@@ -234,3 +234,11 @@ def fits(value: Value, largest: float) -> bool:
         return fits(value.made.values[0], largest)
     known = not isinstance(value.array, jax.core.Tracer) and jnp.ndim(value.array) == 0
     return known and abs(float(value.array)) <= largest
+
+
+def is_biased(eqn: Any, values: Sequence[Value]) -> bool:
+    """Returns whether a promoted array in compute meets parameters alone, as a result of a layer its bias."""
+    floats = [value for atom, value in zip(eqn.invars, values, strict=True) if is_float(atom)]
+    return all(value.narrow or value.owner is not None for value in floats) and any(
+        value.narrow and value.owner is None for value in floats
+    )

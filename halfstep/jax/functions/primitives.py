@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.extend.core import Literal, jaxprs_in_params
 from jax.extend.source_info_util import summarize
 
-from halfstep.core.formats import Format
+from halfstep.core.formats import BF16, FP16, Format
 from halfstep.jax.cast import carried
 from halfstep.jax.dtypes import dtype_of
 from halfstep.jax.lowering import Casts
@@ -47,6 +47,12 @@ BROADCASTING = words("add sub mul div max min pow atan2 rem clamp select_n")
 
 COMPARISON = words("eq ne lt le gt ge is_finite argmax argmin")
 PRODUCT = words("dot_general conv_general_dilated")
+ALGORITHMS: dict[Any, Format] = {
+    lax.DotAlgorithmPreset.BF16_BF16_F32: BF16,
+    lax.DotAlgorithmPreset.F16_F16_F32: FP16,
+}
+"""The operands of algorithms that sum in fp32, as matmuls here do: not every device knows them by name."""
+
 ISLANDS = {"exp": "softmax", "exp2": "softmax", "rsqrt": "norm", "sqrt": "norm", "log": "loss"}
 """The role that a primitive indicates."""
 

@@ -420,6 +420,19 @@ def test_attention_of_jax_is_no_narrow_softmax():
     assert shape_of(fn, PARAMS, normal(4, 8)).dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize(("policy", "algorithm"), [("bf16-mixed", "BF16_BF16_F32"), ("fp16-mixed", "F16_F16_F32")])
+def test_an_algorithm_that_sums_in_fp32_runs_where_it_has_no_name(policy, algorithm):
+    """jax.nn.dot_product_attention asks for them; XLA's CPU backend refuses fp16's."""
+
+    def fn(p, x):
+        h = x @ p["w"]
+        return jnp.einsum("ij,kj->ik", h, h, precision=algorithm, preferred_element_type=jnp.float32).sum()
+
+    x, w = (np.random.default_rng(seed).integers(-2, 3, (4, 4)).astype(np.float32) for seed in range(2))
+    found = gradients(fn, {"w": w}, x, policy)["w"]
+    assert np.array_equal(found, 2 * x.T @ np.tile((x @ w).sum(0), (4, 1)))  # whole numbers: all is exact
+
+
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
