@@ -160,6 +160,13 @@ hazard(
 
 
 hazard(
+    "an fp32 mask or table widens the activations of an MLX model",
+    "halfstep.mlx.functions.meeting:_meet",
+    "tests/mlx/test_meeting.py::test_arithmetic_with_an_fp32_array_is_fp32_inside_and_compute_out",
+)(nothing)
+
+
+hazard(
     "a custom backward multiplies a bf16 gradient by an fp32 parameter",
     "halfstep.torch.functions.custom:_remember",
     "tests/torch/functions/test_custom.py::test_an_activation_and_a_parameter_meet_in_its_backward",
