@@ -184,6 +184,25 @@ class Mixture(nn.Module):
         return self.head(x + (y * shares[..., None, :]).sum(-1))
 
 
+class Adapter(nn.Module):
+    """A low-rank update beside a layer that is not trained."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+        self.a, self.b = mx.random.normal((WIDTH, 2)) * 0.1, mx.random.normal((2, WIDTH)) * 0.1
+
+    def __call__(self, x):
+        return self.linear(x) + (2.0 * ((x @ self.a) @ self.b)).astype(x.dtype)
+
+
+def adapted():
+    model = Llama()
+    model.freeze()
+    model.block.q, model.block.v = Adapter(model.block.q), Adapter(model.block.v)
+    return model
+
+
 def tokens_loss(model, tokens):
     return cross_entropy(model(tokens[:, :-1]), tokens[:, 1:]).mean()
 
@@ -204,4 +223,5 @@ MODELS = {
     "LSTM": (lambda: Recurrent(nn.LSTM), tokens_loss, TOKENS),
     "GRU": (lambda: Recurrent(nn.GRU), tokens_loss, TOKENS),
     "mixture of experts": (Mixture, tokens_loss, TOKENS),
+    "LoRA": (adapted, tokens_loss, TOKENS),
 }

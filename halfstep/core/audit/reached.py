@@ -1,4 +1,4 @@
-"""How each function in a model's own code runs: what `run.reach` on torch and `step.reach` on JAX return."""
+"""How each function in a model's own code runs: what `run.reach` (torch, MLX) and `step.reach` (JAX) return."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
