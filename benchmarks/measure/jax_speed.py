@@ -100,11 +100,10 @@ def make_by_hand(config: Any, tiny: bool) -> tuple[Train, Callable[[], int], str
     import jax.numpy as jnp
 
     from halfstep.config.weights import initial_weights
-    from halfstep.jax.optim import decays
 
     params = {name: jnp.asarray(value) for name, value in initial_weights(config.model, config.seed)}
     loss = partial(gpt_by_hand, config.model, "xla" if tiny else "cudnn")
-    return trained_by_hand(config, params, loss, decays(params))
+    return trained_by_hand(config, params, loss)
 
 
 def gpt_by_hand(model: Any, implementation: str, params: Any, tokens: Any) -> Any:
@@ -141,14 +140,12 @@ def gpt_by_hand(model: Any, implementation: str, params: Any, tokens: Any) -> An
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets).mean()
 
 
-def trained_by_hand(
-    config: Any, params: Any, loss_fn: Callable[..., Any], decayed: Any
-) -> tuple[Train, Callable[[], int], str]:
+def trained_by_hand(config: Any, params: Any, loss_fn: Callable[..., Any]) -> tuple[Train, Callable[[], int], str]:
     """Makes the step of a good JAX user: optax, one jit, parameters and moments donated."""
     import jax
     import optax
 
-    optimizer = optax.chain(optax.clip_by_global_norm(config.training.clip_norm), adamw(config.optimizer, decayed))
+    optimizer = optax.chain(optax.clip_by_global_norm(config.training.clip_norm), adamw(config.optimizer))
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Any, opt_state: Any, tokens: Any) -> tuple[Any, Any, Any]:
@@ -178,7 +175,6 @@ def make_flax(config: Any, tiny: bool, *, cudnn: bool, by_hand: bool) -> tuple[T
     model = flax_gpt(config.model, cudnn=cudnn and not tiny, by_hand=by_hand)
     graph, params = nnx.split(model)
     del model
-    decayed = jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
     def loss_fn(params: Any, tokens: Any) -> Any:
         import jax.numpy as jnp
@@ -189,8 +185,8 @@ def make_flax(config: Any, tiny: bool, *, cudnn: bool, by_hand: bool) -> tuple[T
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     if by_hand:
-        return trained_by_hand(config, params, loss_fn, decayed)
-    optimizer = adamw(config.optimizer, decayed)
+        return trained_by_hand(config, params, loss_fn)
+    optimizer = adamw(config.optimizer)
     step = halfstep.jax.make_step(loss_fn, optimizer, clip_norm=config.training.clip_norm)
     state = [halfstep.jax.init(params, optimizer, config.policy)]
     del params
@@ -247,8 +243,13 @@ def flax_gpt(config: Any, *, cudnn: bool, by_hand: bool) -> Any:
     return GPT()
 
 
-def adamw(config: Any, decayed: Any) -> Any:
+def adamw(config: Any) -> Any:
+    """Returns optax.adamw with the recipe's numbers, which lets matrices decay."""
+    import jax
     import optax
+
+    def decayed(params: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
     b1, b2 = config.betas
     return optax.adamw(
