@@ -89,16 +89,19 @@ def tune(
     from halfstep.tools.tune.reasons import policy_file, summary
     from halfstep.tools.tune.targets import base_of, target_of
     from halfstep.tools.tune.tune import Settings, Tuner, check
-    from halfstep.training.files import write_whole
+    from halfstep.training.files import RunLock, make_folder, write_whole
 
     where = out or Path("tuned") / Path(target.replace(":", ".")).name.removesuffix(".toml")
     made = target_of(target, set_, where, device)
     text = " ".join([target, *(f"--set {each}" for each in set_), *([f"--device {device}"] if device else [])])
     settings = Settings(text, str(base_of(made, base)), compute, grad, budget, steps, seeds, most_seeds, policies)
     check(settings)
+    make_folder(where)
+    lock = RunLock(where)  # two searches would write over what the other has trained
     with _Progress() as bar:
         tuner = Tuner(made, settings, where, bar)
-        for note in filter(None, (made.note, tuner.lacking and f"gains are in bytes: {tuner.lacking}")):
+        lacking = tuner.lacking and f"gains are in bytes: {tuner.lacking}"
+        for note in filter(None, (lock.warning, made.note, lacking)):
             bar.note(note)
         tuned = tuner.run()
     page, policy = where / "tune.html", where / "policy.toml"
@@ -106,6 +109,7 @@ def tune(
     policy.unlink(missing_ok=True)
     if tuned.met:
         write_whole(policy, policy_file(tuned).encode())
+    lock.release()
     if json:
         print_json(_data(tuned, policy, page))
     else:

@@ -51,6 +51,6 @@ def test_without_memory_or_arms_and_nothing_comes_from_outside():
     assert said[-1] == "fabric: lightning is not installed; stopped after 0 of 6 rounds: no arm is left"
     page = html(race(*ARMS))
     assert page.startswith("<!doctype html>")
-    assert page.count("http") == 1  # the name of the SVG's own language
+    assert page.count("http:") == 1  # the name of the SVG's own language
     assert "<script" not in page
     assert "NVIDIA &lt;H200&gt;" in page

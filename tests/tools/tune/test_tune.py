@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from halfstep.cli.main import run
 from halfstep.config.load import read_policy
 from halfstep.core.errors import ConfigError
 from halfstep.core.policy import Policy
@@ -14,6 +15,7 @@ from halfstep.tools.tune.reasons import policy_file, summary
 from halfstep.tools.tune.targets import base_of, target_of
 from halfstep.tools.tune.tune import Settings, Tuner
 from halfstep.torch.tuning.study import MatmulLayer
+from halfstep.training.files import RunLock
 
 NAMES = [f"blocks.{i}.mlp.{part}" for i in range(3) for part in ("up", "down")]
 FRAGILE = "blocks.1.mlp.down"
@@ -135,6 +137,14 @@ def test_folder_of_other_settings_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="holds a search with steps = 10, and this one has 20") as caught:
         tuned(Fake(), tmp_path, replace(SETTINGS, steps=20))
     assert "--out" in caught.value.hint
+
+
+def test_second_search_in_a_folder_is_refused_while_one_runs(tmp_path, capsys):
+    lock = RunLock(tmp_path)
+    assert run(["tune", "tiny", "--base", "fp32", "--out", str(tmp_path)]) == 2
+    assert f"`{tmp_path}` is in use" in " ".join(capsys.readouterr().err.split())
+    assert [each.name for each in tmp_path.iterdir()] == ["lock"]
+    lock.release()
 
 
 def test_damaged_folder_is_refused(tmp_path):
