@@ -18,6 +18,9 @@ import pyarrow
 import pyarrow.parquet
 import sentencepiece
 from safetensors.numpy import save_file
+from tensorboard.compat.proto import event_pb2, summary_pb2
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.util.tensor_util import make_tensor_proto
 
 from halfstep.config import schema
 from halfstep.config.run import RunConfig
@@ -97,7 +100,7 @@ def commands(rng: random.Random) -> Iterator[Case]:
     pairs = [(key, value) for key in keys for value in values if key not in SLOW or value not in SLOW_VALUES]
     rng.shuffle(pairs)
     makers = [_formats, _policy, _sample, _eval, _artifact, _export, _pack, _train_tokenizer, _show]
-    makers += [_train, _other, _look]
+    makers += [_train, _other, _look, _compare]
     for key, value in itertools.cycle(pairs):
         yield Case(train(*rng.choice([(), (), (), ("gpt2",), ("golf",)]), "--set", f"{key}={value}"))
         yield Case(last_wins(rng.choice(makers)(rng)))
@@ -194,6 +197,18 @@ def _look(rng: random.Random) -> list[str]:
     return rng.choice([report, runs, watch])
 
 
+def _compare(rng: random.Random) -> list[str]:
+    logs = ["losses.csv", "wandb.csv", "tensorboard", _EVENTS, "run", *(f"{place}.csv" for place in PLACES[:5])]
+    options = {
+        "--column": [*TEXTS, "loss"],
+        "--delta": NUMBERS,
+        "--page": [*PLACES, "page.html"],
+        "--json": [None],
+    }
+    options |= {"--seeds": NUMBERS, "--steps": NUMBERS}
+    return ["compare", rng.choice([*logs, *PLACES]), rng.choice(logs), *_options(rng, options)]
+
+
 def _run(rng: random.Random) -> str:
     return rng.choice(
         ["run", "run", "run", "model.int8z", "run/checkpoints/step-000002", *PLACES, *rng.sample(TEXTS, 5)]
@@ -222,11 +237,12 @@ _VERIFY = ["data", "verify", "packed"]
 _SAMPLE = ["sample", "run", "--device", "cpu", "--length", "2"]
 _EXPORT = ["export", "run", "--to", "safetensors", "--device", "cpu", "--out", "exported"]
 _SAVED = "run/checkpoints/step-000002"
+_EVENTS = "tensorboard/events.out.tfevents.1"
 # The commands that read each file, tried in turn.
 READERS: dict[str, list[list[str]]] = {
     "recipe.toml": [train("recipe.toml"), ["policy", "fp32", "--model", "recipe.toml"]],
     "run/run.toml": [_RESUME],
-    "run/events.jsonl": [_RESUME, ["report", "run"], ["runs", "run", "--json"]],
+    "run/events.jsonl": [_RESUME, ["report", "run"], ["runs", "run", "--json"], ["compare", "run", "run"]],
     "run/lock": [_RESUME, ["runs", "run"]],
     f"{_SAVED}/manifest.json": [_RESUME, ["eval", "run", "--device", "cpu"], [*_INIT, "run"], _SAMPLE],
     f"{_SAVED}/state.safetensors": [_RESUME, _SAMPLE],
@@ -255,6 +271,15 @@ READERS: dict[str, list[list[str]]] = {
     "table.parquet": [pack("table.parquet", "--out", "new")],
     "table.arrow": [pack("table.arrow", "--out", "new")],
     "dataset/state.json": [pack("dataset", "--out", "new")],
+    "losses.csv": [
+        ["compare", "losses.csv", "wandb.csv"],
+        ["compare", "wandb.csv", "losses.csv", "--column", "loss"],
+    ],
+    "wandb.csv": [
+        ["compare", "wandb.csv", "wandb.csv", "--page", "page.html"],
+        ["compare", "losses.csv", "wandb.csv"],
+    ],
+    _EVENTS: [["compare", "tensorboard", "losses.csv"], ["compare", "losses.csv", _EVENTS, "--json"]],
 }
 VALUES: list[Any] = [None, True, -1, 0, 10**30, 1.5, float("nan"), "", "x", "\x1b[31m", "../../x", "A" * 100_000]
 VALUES += [[], {}, [[]], {"x": 1}]
@@ -329,6 +354,13 @@ def _rewritten(rng: random.Random, file: Path) -> tuple[str, Change]:
         key = rng.choice(listed("steps layers source title policy batch rate init x a.b"))
         text = content + f"\n{key} = {value}\n".encode()
         return f"{key} = {value[:20]}", lambda path: _write(path, text)
+    if file.suffix == ".csv":
+        rows = [line.split(b",") for line in content.splitlines()]
+        row, cell = rng.choice([0, 1, len(rows) - 1]), rng.randrange(len(rows[0]))
+        other = rng.choice([*NUMBERS, *TEXTS, "1e18", "1e30", "\0", '"', "x" * 200_000])
+        rows[row][cell] = other.encode(errors="surrogateescape")
+        text = b"\n".join(b",".join(cells) for cells in rows)
+        return f"row {row}, column {cell} = {other[:20]!r}", lambda path: _write(path, text)
     if file.suffix == ".jsonl":
         lines = [b"[]", b"{}", b'{"text": 1}', b'{"text": "\\ud800"}', b"9" * 5000, _DEEP.encode(), b'{"text": "x']
         line = rng.choice(lines)
@@ -417,17 +449,38 @@ def make_sources(folder: Path) -> None:
     )
     (folder / "tokenizer.model").write_bytes(model.getvalue())
     (folder / ODD_NAME).write_text(text)
+    _make_logs(folder)
     os.mkfifo(folder / "pipe")
     (folder / "zero").symlink_to("/dev/zero")
     (folder / "folder").mkdir()
     (folder / "empty").touch()
     terabyte(folder / "huge")
     for name in PLACES[:5]:
-        (folder / f"{name}.toml").symlink_to(name)
+        for ending in ("toml", "csv"):
+            (folder / f"{name}.{ending}").symlink_to(name)
     with gzip.open(folder / "bomb.jsonl.gz", "wb", compresslevel=1) as bomb:  # a line of 300 MB
         bomb.write(b'{"text": "')
         for _ in range(300):
             bomb.write(b"x" * 1_000_000)
+
+
+def _make_logs(folder: Path) -> None:
+    """Writes the losses of a run as people log them."""
+    losses = [(step, 4 + 1 / step, 4.5 + 1 / step) for step in range(1, 31)]
+    lines = ["step,loss,val_loss", *(",".join(map(str, row)) for row in losses)]
+    (folder / "losses.csv").write_text("\n".join(lines))
+    head = ["Step", *(f"run {n} - {name}" for n in range(2) for name in ("_step", "loss", "loss__MIN"))]
+    rows = [[step, *(x for n in range(2) for x in (step, loss + n / 9, loss))] for step, loss, _ in losses]
+    (folder / "wandb.csv").write_text("\n".join(",".join(map(str, row)) for row in [head, *rows]))
+    writer = EventFileWriter(str(folder / "tensorboard"))
+    for step, loss, _ in losses:
+        numbers = [summary_pb2.Summary.Value(tag="train/loss", simple_value=loss)]
+        tensor = make_tensor_proto(loss)
+        numbers.append(summary_pb2.Summary.Value(tag="val_loss", tensor=tensor))
+        writer.add_event(event_pb2.Event(step=step, wall_time=step, summary=summary_pb2.Summary(value=numbers)))
+    writer.close()
+    (written,) = (folder / "tensorboard").iterdir()
+    written.rename(folder / _EVENTS)
 
 
 def make_weights(folder: Path) -> None:

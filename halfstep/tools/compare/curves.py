@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from halfstep.config.schema import check
 from halfstep.core.compare import CompareError, Series
 from halfstep.training.paths import EVENTS
 from halfstep.training.run.signals import SIGNALS
@@ -17,6 +18,10 @@ from halfstep.training.telemetry.events import stream_events
 LOSS, HELD_OUT, GRADIENT = "loss", "held-out loss", "gradient norm"
 PARTING = (LOSS, GRADIENT)  # how the names of those series begin in which curves may part
 ASKED = {"stopped", *(number.name for number in SIGNALS)}  # reasons to stop that say nothing about the training
+
+
+# What is read of a run's settings.
+_CONFIG: dict[str, Any] = {"seed": int, "model": Mapping[str, Any]}
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ def read_run(folder: Path) -> Curve:
     for event in stream_events(folder / EVENTS):
         kind = event["event"]
         if kind == "start":
+            check(_CONFIG, event["config"])
             start, end = event, {}
         elif kind == "step":
             series[LOSS][event["step"]] = _number(event["loss"])

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from halfstep.config.reading import MOST_TABLE, read_bytes
+from halfstep.config.reading import MOST_TABLE, open_regular, read_bytes
 from halfstep.core.compare import CompareError
 from halfstep.core.errors import how_to_install
 from halfstep.tools.compare.curves import HELD_OUT, LOSS, Curve, as_arrays
@@ -32,6 +32,7 @@ HELD_OUT_NAMES += ("loss_val", "loss_eval", "loss_held_out", "validation", "eval
 LOSS_NAMES = ("loss", "train_loss", "training_loss", "loss_train", "loss_training")
 _WANDB = " - "
 EVENT_FILE = "events.out.tfevents"
+LAST_STEP = 2.0**53  # up to here floats count
 
 
 def read_log(path: Path, column: str | None = None) -> list[Curve]:
@@ -74,13 +75,13 @@ def _table(path: Path, content: bytes) -> dict[str, dict[int, float]]:
 
 
 def _step(cells: list[str], counted: int, place: str) -> int:
-    try:
-        return round(float(cells[counted]))
-    except (IndexError, ValueError, OverflowError):
-        given = cells[counted] if counted < len(cells) else ""
+    given = cells[counted] if counted < len(cells) else ""
+    value = _value(given)
+    if value is None or not abs(value) <= LAST_STEP:
         raise CompareError(
-            f"{place}: the step is `{given}`, which is not a number", hint="repair or remove the line"
-        ) from None
+            f"{place}: the step is `{given}`, which is not a number of updates", hint="repair or remove the line"
+        )
+    return round(value)
 
 
 def _value(cell: str) -> float | None:
@@ -99,13 +100,23 @@ def _tensorboard(path: Path) -> dict[str, dict[int, float]]:
         raise CompareError(
             f"`{path}` is a TensorBoard log, and tensorboard is not installed", hint=how_to_install("tensorboard")
         ) from None
-    log = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0}).Reload()
-    tags = log.Tags()
-    found = {tag: {each.step: float(each.value) for each in log.Scalars(tag)} for tag in tags["scalars"]}
-    for tag in tags["tensors"]:  # what TensorFlow 2 and JAX write
-        arrays = {each.step: tensor_util.make_ndarray(each.tensor_proto) for each in log.Tensors(tag)}
-        if arrays and all(array.size == 1 and array.dtype.kind in "fiu" for array in arrays.values()):
-            found[tag] = {step: float(array.reshape(())) for step, array in arrays.items()}
+    with os_errors(CompareError, f"`{path}` cannot be read", "name a TensorBoard log"):
+        for file in path.iterdir() if path.is_dir() else [path]:
+            if EVENT_FILE in file.name:
+                open_regular(file).close()  # a pipe would wait for a writer
+    try:
+        log = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+        tags = log.Tags()
+        found = {tag: {each.step: float(each.value) for each in log.Scalars(tag)} for tag in tags["scalars"]}
+        for tag in tags["tensors"]:  # what TensorFlow 2 and JAX write
+            arrays = {each.step: tensor_util.make_ndarray(each.tensor_proto) for each in log.Tensors(tag)}
+            if arrays and all(array.size == 1 and array.dtype.kind in "fiu" for array in arrays.values()):
+                found[tag] = {step: float(array.reshape(())) for step, array in arrays.items()}
+    except Exception as error:  # whatever tensorboard makes of bytes that are no records
+        raise CompareError(
+            f"`{path}` is damaged: {str(error) or type(error).__name__}",
+            hint="name another log, or export a CSV file",
+        ) from None
     return found
 
 

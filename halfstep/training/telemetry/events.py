@@ -91,6 +91,7 @@ _STEP: dict[str, Any] = {"step": Count}
 _LOSS: dict[str, Any] = {**_STEP, "loss": float | None, "grad_norm": float | None, "scale": float | None}
 _COLUMNS = Mapping[str, tuple[float | None, ...]]
 _DONE: dict[str, Any] = {**_STEP, "spent": Mapping[str, float | None] | None, "mfu": float | None}
+_DONE |= {"tokens_per_second": float | None, "memory": Count | None}
 _FIELDS: dict[str, dict[str, Any]] = {
     "start": {
         "config": Mapping[str, Any],

@@ -1,6 +1,7 @@
 """Losses that other tools have logged."""
 
 import math
+import os
 
 import pytest
 
@@ -73,6 +74,8 @@ def test_a_loss_that_is_not_a_number_has_diverged(tmp_path):
         ("", "it is empty", "step,loss"),
         ("step,a,b\n1,2,3\n", "no column that is called a loss", "`a`, `b`"),
         ("step,loss\nx,2\n", "the step is `x`", "line"),
+        ("step,loss\n1e19,2\n", "the step is `1e19`", "line"),
+        ("step,loss\nnan,2\n", "the step is `nan`", "line"),
         ("step,loss\n", "holds no numbers", "step,loss"),
         ("no numbers at all", "holds no numbers", "step,loss"),
     ],
@@ -81,6 +84,14 @@ def test_a_file_that_is_no_log_is_refused_with_what_to_do(tmp_path, text, messag
     with pytest.raises(CompareError, match=message) as caught:
         read_log(written(tmp_path, text))
     assert hint in str(caught.value.hint)
+
+
+def test_a_tensorboard_log_that_is_a_pipe_or_damaged_is_refused(tmp_path):
+    (tmp_path / "tb").mkdir()
+    os.mkfifo(tmp_path / "tb" / "events.out.tfevents.1")
+    for place in (tmp_path / "tb", tmp_path / "tb" / "events.out.tfevents.1"):
+        with pytest.raises(CompareError, match="it is a pipe"):
+            read_log(place)
 
 
 def test_a_column_can_be_named(tmp_path):
