@@ -33,6 +33,8 @@ _FORMATS = {dtype: fmt for fmt, dtype in DTYPES.items()}
 # By kind of device: whether 8-bit operands with one scale per row have a kernel whose result is fp32. Filled when
 # a model is prepared: compiled code can read it but could not try.
 ROWS_INTO_FP32: dict[str, bool] = {}
+# The hardware that a device stands for: the meta device, while a step is planned for a GPU (planning/stand_in.py).
+STANDS_FOR: dict[str, Device] = {}
 
 
 def dtype_of(fmt: Format) -> torch.dtype:
@@ -51,7 +53,7 @@ def format_of(dtype: torch.dtype) -> Format:
 
 def home(device: torch.device) -> torch.device:
     """Returns where a model on the meta device will be, most likely; `Run.attach` asks again, when it is there."""
-    if device.type != "meta":
+    if device.type != "meta" or device.type in STANDS_FOR:
         return device
     return torch.accelerator.current_accelerator() or torch.device("cpu")
 
@@ -59,6 +61,8 @@ def home(device: torch.device) -> torch.device:
 def describe(device: torch.device | str) -> Device:
     """Returns what is known about a torch device. Asking about the CPU starts no other device."""
     device = as_device(device)
+    if device.type in STANDS_FOR:
+        return STANDS_FOR[device.type]
     match device.type:
         case "cpu":
             return describe_cpu()
@@ -84,6 +88,8 @@ def supported(fmt: Format, device: torch.device | str, *, emulate: bool = False)
         return emulated(fmt, "tensors")
     device = as_device(device)
     support = answer(fmt, describe(device))
+    if device.type in STANDS_FOR:
+        return support  # nothing can be tried
     if is_narrow(fmt) and fmt in DTYPES and (support or device.type == "cpu"):
         return _tried(fmt, device, native(fmt, describe(device)))
     return support
@@ -98,6 +104,9 @@ def product_failure(
     left: Format, right: Format, device: torch.device, *, rows: bool = False, dtype: torch.dtype = torch.bfloat16
 ) -> str:
     """Returns why torch cannot multiply two 8-bit formats, scaled per row or per tensor; empty if it can."""
+    if device.type in STANDS_FOR:
+        support = computes(left, STANDS_FOR[device.type], "torch", "")
+        return "" if support else support.reason
     return _try_product(DTYPES[left], DTYPES[right], device, rows, dtype)
 
 

@@ -4,12 +4,15 @@ Triton's own launch looks at every argument to find the code it has compiled for
 host that takes longer than a small kernel runs. Here the caller says what kind they are.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _COMPILED: dict[Any, Any] = {}
+# What is called in place of a launch beside a tensor of some device: of meta, while a step is planned.
+INSTEAD: dict[str, Callable[..., None]] = {}
 
 
 def launch(kernel: Any, key: Any, beside: Tensor, programs: int, *args: Any, **options: Any) -> None:
@@ -24,6 +27,8 @@ def launch(kernel: Any, key: Any, beside: Tensor, programs: int, *args: Any, **o
         stream = torch._C._cuda_getCurrentRawStream(device)
         # Triton's own profilers, which the Nones stand for, do not see this launch.
         known.run(programs, 1, 1, stream, known.function, known.packed_metadata, None, None, None, *args)
+    elif beside.device.type in INSTEAD:
+        INSTEAD[beside.device.type](kernel, key, beside, programs, *args, **options)
     elif device < 0:
         kernel[(programs,)](*args, **options)  # interpreted
     else:

@@ -207,7 +207,7 @@ class Masters:
         param = self.of(parameter)
         if param.stochastic:
             # Flat, so that compiled code sees one dimension, whose size it soon takes for a variable.
-            function = compiled(_stochastic) if parameter.is_cuda else _stochastic
+            function = compiled(_stochastic) if parameter.device.type == "cuda" else _stochastic
             key = (str(self.seed), count.to(torch.int64), tensor_id(self.names[parameter]))
             parameter.copy_(function(wide.reshape(-1), param.format, *key).view(wide.shape))
         elif parameter.dtype == torch.float32:
@@ -267,7 +267,7 @@ def _stochastic(wide: Tensor, fmt: Format, seed: str, count: Tensor, tensor: int
 
 
 def _over_all(function: Callable[..., list[Tensor]], *lists: Any) -> list[Tensor]:
-    return (compiled(function) if lists[0][0].is_cuda else function)(*lists)
+    return (compiled(function) if lists[0][0].device.type == "cuda" else function)(*lists)
 
 
 @cache

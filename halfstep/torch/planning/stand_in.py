@@ -7,8 +7,7 @@ and what a device supports is what the hardware of a machine file does.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
-from unittest.mock import patch
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,14 +15,13 @@ from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch.library import Library
 
-from halfstep.core.devices import Device, computes, emulated
+from halfstep.core.devices import Device
 from halfstep.core.errors import PolicyError
-from halfstep.torch import dtypes
-from halfstep.torch.convert import fp8_choice
-from halfstep.torch.kernels import launch
-from halfstep.torch.optim import masters
+from halfstep.torch.dtypes import ROWS_INTO_FP32, STANDS_FOR
+from halfstep.torch.kernels.launch import INSTEAD
 
 _ATEN = torch.ops.aten
+T = TypeVar("T")
 
 
 @contextmanager
@@ -34,20 +32,16 @@ def stand_in(hardware: Device, launched: Callable[..., None], *, compiled: bool 
     """
     gpu = hardware.kind in ("nvidia", "amd")
     with ExitStack() as stack:
-        stack.enter_context(
-            patch.object(Tensor, "is_cuda", property(lambda t: gpu and t.device.type == "meta"), create=True)
-        )
-        stack.enter_context(patch.object(Tensor, "is_meta", property(lambda t: False), create=True))
-        stack.enter_context(patch.object(Tensor, "pin_memory", lambda t, *_: t))
-        stack.enter_context(patch.object(fp8_choice, "product_failure", _fails(hardware)))
-        stack.enter_context(patch.object(masters, "compiled", lambda function: function))
-        stack.enter_context(patch.dict(dtypes.ROWS_INTO_FP32, {"meta": True}))
-        for module in _modules_with("launch", launch.launch):
-            stack.enter_context(patch.object(module, "launch", launched))
-        for module in _modules_with("describe", dtypes.describe):
-            stack.enter_context(patch.object(module, "describe", lambda device: hardware))
-        for module in _modules_with("supported", dtypes.supported):
-            stack.enter_context(patch.object(module, "supported", _supported(hardware)))
+        for context in (
+            _of_meta(STANDS_FOR, hardware),
+            _of_meta(ROWS_INTO_FP32, True),
+            _of_meta(INSTEAD, launched),
+        ):
+            stack.enter_context(context)
+        # Of torch itself: what code asks a tensor about its device.
+        stack.enter_context(_attribute(Tensor, "is_cuda", property(lambda t: gpu and t.device.type == "meta")))
+        stack.enter_context(_attribute(Tensor, "is_meta", property(lambda t: False)))
+        stack.enter_context(_attribute(Tensor, "pin_memory", lambda t, *_: t))
         library = Library("aten", "IMPL")
         library.impl("scaled_dot_product_attention", _attention, "AutogradMeta", allow_override=True)
         if compiled:
@@ -55,7 +49,7 @@ def stand_in(hardware: Device, launched: Callable[..., None], *, compiled: bool 
             library.impl("where.ScalarOther", lambda c, x, y: torch.where(c, x, _number(y, x)), "AutogradMeta")
             library.impl("where.ScalarSelf", lambda c, x, y: torch.where(c, _number(x, y), y), "AutogradMeta")
             for name, value in {"is_cuda": gpu, "is_meta": False}.items():
-                stack.enter_context(patch.object(TensorVariable, f"method_attr_{name}", _says(value), create=True))
+                stack.enter_context(_attribute(TensorVariable, f"method_attr_{name}", _says(value)))
         stack.callback(library._destroy)
         try:
             yield
@@ -64,26 +58,28 @@ def stand_in(hardware: Device, launched: Callable[..., None], *, compiled: bool 
             raise PolicyError(named, hint=error.hint) from None
 
 
-def _modules_with(name: str, function: Any) -> list[Any]:
-    import sys
-
-    found = [m for key, m in [*sys.modules.items()] if key.startswith("halfstep.torch")]
-    return [module for module in found if module.__dict__.get(name) is function]
-
-
-def _supported(hardware: Device) -> Any:
-    def supported(fmt: Any, device: Any, *, emulate: bool = False) -> Any:
-        return emulated(fmt, "tensors") if emulate else dtypes.answer(fmt, hardware)
-
-    return supported
+@contextmanager
+def _of_meta(table: dict[str, T], value: T) -> Iterator[None]:
+    """Inside, a table of devices has an entry for meta."""
+    table["meta"] = value
+    try:
+        yield
+    finally:
+        del table["meta"]
 
 
-def _fails(hardware: Device) -> Any:
-    def failure(left: Any, right: Any, device: Any, **_: Any) -> str:
-        support = computes(left, hardware, "torch", "")
-        return "" if support else support.reason
-
-    return failure
+@contextmanager
+def _attribute(cls: type, name: str, value: Any) -> Iterator[None]:
+    """Inside, a class of torch's has this attribute, in front of what it inherits."""
+    before = vars(cls).get(name)
+    setattr(cls, name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(cls, name)
+        else:
+            setattr(cls, name, before)
 
 
 def _attention(
