@@ -5,6 +5,7 @@ there is not trained again. Runs of one process train in this one; several ranks
 """
 
 import dataclasses
+import gc
 import hashlib
 import json
 import re
@@ -137,6 +138,7 @@ def _train(config: RunConfig, out: Path, corpora: dict[str, Corpus], device: str
     if source not in corpora:
         corpora[source] = load_corpus(data.source, data.validation, config.model.vocabulary)
     ran = None if opened is None else opened.policy
+    gc.collect()  # a run and its model refer to each other: what earlier runs held is not freed otherwise
     policy, choice = probe.resolve(config, device, ran=ran)
     loop = Loop(
         config,

@@ -129,7 +129,7 @@ class Made:
     def _trial(self, policy: Policy, seed: int) -> Any:
         from halfstep.torch.tuning.trial import Trial
 
-        return Trial(self._make(seed), policy, seed)
+        return Trial(lambda: self._make(seed), policy, seed)
 
     def _make(self, seed: int) -> tuple[Any, ...]:
         from halfstep.tools.audit.factory import call

@@ -1,5 +1,6 @@
 """Short runs of a model of the user's, and what a format saves in its layers on this device."""
 
+import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,7 +30,9 @@ FORM = (
 class Trial:
     """A model that a factory made for one seed, its optimizers and its data, prepared with a policy."""
 
-    def __init__(self, made: Sequence[Any], policy: Policy, seed: int):
+    def __init__(self, make: Callable[[], Sequence[Any]], policy: Policy, seed: int):
+        gc.collect()  # a run and its model refer to each other: what earlier trials held is not freed otherwise
+        made = make()
         model, optimizer, self.loss_fn = made[:3]
         self.batches, self.held_out = _data(made)
         self.policy, self.seed = policy, seed

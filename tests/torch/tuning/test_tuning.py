@@ -1,6 +1,8 @@
 """What gradients notice of a format, and short runs of a model that a factory makes."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ BASE = "fp32,emulate=true"
 
 
 def trial(factory, policy=BASE, seed=0):
-    return Trial(seeded(factory, seed), Policy.parse(policy), seed)
+    return Trial(lambda: seeded(factory, seed), Policy.parse(policy), seed)
 
 
 def test_the_base_itself_loses_nothing():
@@ -122,3 +124,16 @@ def test_bytes_and_sizes_that_no_fp8_kernel_takes():
     assert layer.num_bytes(32, 8) - layer.num_bytes(8, 8) == 3 * 2 * (10 * 16 + 16 * 32)
     assert not layer.misfit
     assert "200 features" in MatmulLayer("b", ((200, 16),), 1).misfit
+
+
+def test_a_new_trial_frees_what_earlier_ones_held():
+    gc.disable()
+    try:
+        first = trial(models.net)
+        first.train(1)
+        held = weakref.ref(first.run.model)
+        del first
+        trial(models.net)
+        assert held() is None
+    finally:
+        gc.enable()
