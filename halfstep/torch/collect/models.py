@@ -17,11 +17,9 @@ def models_of(params: Iterable[Tensor]) -> dict[str, nn.Module]:
     """
     missing = {id(p) for p in params}
     holders = []
-    for each in gc.get_objects():
-        if issubclass(type(each), nn.Module):  # isinstance would ask proxies for their class
-            its = {id(p) for p in each.parameters()} & missing
-            if its:
-                holders.append((len(its), sum(1 for _ in each.modules()), its, each))
+    for each in _modules():
+        if its := {id(p) for p in each.parameters()} & missing:
+            holders.append((len(its), sum(1 for _ in each.modules()), its, each))
     chosen: list[nn.Module] = []
     for _, _, its, module in sorted(holders, key=lambda holder: holder[:2], reverse=True):
         if its & missing:
@@ -35,10 +33,21 @@ def copied_models(params: Sequence[Tensor]) -> dict[str, nn.Module]:
     shapes = [p.shape for p in params]
     found = [
         (sum(1 for _ in each.modules()), each)
-        for each in gc.get_objects()
-        if issubclass(type(each), nn.Module) and [p.shape for p in each.parameters() if p.requires_grad] == shapes
+        for each in _modules()
+        if [p.shape for p in each.parameters() if p.requires_grad] == shapes
     ]
     return _named([_unwrapped(max(found, key=lambda pair: pair[0])[1])]) if found else {}
+
+
+def _modules() -> list[nn.Module]:
+    """Returns all modules of the process, which may have millions of objects; isinstance would ask proxies."""
+    kinds: set[type] = set()
+    new: list[type] = [nn.Module]
+    while new:
+        if (kind := new.pop()) not in kinds:
+            kinds.add(kind)
+            new += kind.__subclasses__()
+    return [each for each in gc.get_objects() if type(each) in kinds]
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
