@@ -86,13 +86,16 @@ def observed(make: Callable[[], Callable[[], Any]], device: str) -> tuple[float,
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before, step, taken = torch.cuda.memory_allocated(), make(), []
-    for _ in range(UPDATES + 4):
+    for _ in range(4):
+        step()
+    for _ in range(3):  # as training does, which waits for no single update
         torch.cuda.synchronize()
         begun = time.perf_counter()
-        step()
+        for _ in range(UPDATES):
+            step()
         torch.cuda.synchronize()
-        taken.append(time.perf_counter() - begun)
-    return float(torch.cuda.max_memory_allocated() - before), median(taken[-UPDATES:])
+        taken.append((time.perf_counter() - begun) / UPDATES)
+    return float(torch.cuda.max_memory_allocated() - before), median(taken)
 
 
 def compared(case: str, policy: str, compiled: bool, options: argparse.Namespace, machine: Any) -> list[str]:

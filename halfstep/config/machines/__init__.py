@@ -77,7 +77,9 @@ class Machine:
     gpus: int = 1
     """GPUs of one machine."""
     launch: float = 8e-6
-    """Seconds that the host takes for an operation."""
+    """Seconds that the host takes for an operation outside of compiled code."""
+    timed_launch: bool = False
+    """Whether that was timed on this machine."""
     reached: Reached = Reached()
     """Shares of the numbers above that programs reach."""
     timed: tuple[Timed, ...] = ()

@@ -1,17 +1,21 @@
 """`halfstep probe --save`: a machine file of this machine, with the shapes of a recipe timed."""
 
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from halfstep.config.machines import Machine, Rates, Timed
+import numpy as np
+
+from halfstep.config.machines import Machine, Rates, Reached, Timed
 from halfstep.config.run import RunConfig
-from halfstep.core.devices import Device
 from halfstep.core.errors import ConfigError
 from halfstep.core.formats import parse
 from halfstep.core.policy import Policy
 
 POLICIES = ("fp32", "bf16-mixed", "fp16-mixed", "fp8-mixed")
+STEPS = 16
 NOTE = """# Written by `halfstep probe --save` on {name}, torch {version}: timed here, at the shapes of `{title}`.
 # `link` and `network` are the bytes per second, each way, to GPUs of this machine and of others: they were not
 # timed, and a plan for several GPUs needs them. `context` is assumed.
@@ -52,27 +56,47 @@ def measured(config: RunConfig, device: str, timing: Any) -> Machine:
         for item in of_recipe(replace(config, training=training), policy, hardware).work
     ]
     taken = timing.time_work(work, device)
+    launch = Machine.launch if hardware.kind == "cpu" else _launch(config, device)
     best: dict[str, float] = {}
     for each in taken:
         if each.kind == "matmul":
             best[each.format] = max(best.get(each.format, 0.0), each.work / each.seconds)
     copied = next(each for each in taken if each.kind == "bytes" and not each.format)
     known = {name: rate for name, rate in best.items() if name in Rates.__dataclass_fields__}
-    return _machine(hardware, timing.capacity(device), copied, known, taken)
-
-
-def _machine(hardware: Device, memory: int, copied: Any, rates: dict[str, float], taken: list[Any]) -> Machine:
     return Machine(
         hardware.name,
         hardware.kind,
-        memory,
+        timing.capacity(device),
         copied.work / copied.seconds,
-        Rates(**rates),
+        Rates(**known),
         capability=hardware.capability or (),
         architecture=hardware.architecture,
         context=0 if hardware.kind == "cpu" else Machine.context,
+        launch=launch,
+        timed_launch=hardware.kind != "cpu",
+        reached=Reached(matmul=(0.5, 1.0), bandwidth=(0.6, 1.0)),  # of what was reached here
         timed=tuple(Timed(*each) for each in taken),
     )
+
+
+def _launch(config: RunConfig, device: str) -> float:
+    """Returns what the host takes for an operation: steps so small that it is the limit, over what they launch."""
+    from halfstep.torch.dtypes import describe
+    from halfstep.torch.planning.step import of_recipe
+    from halfstep.training.session import open_session
+
+    training = replace(config.training, compile=False, micro_batches=1, batch=1)
+    small = replace(config, training=training, model=replace(config.model, context=min(64, config.model.context)))
+    policy = _policies(device)[-1 if len(_policies(device)) == 1 else 1]
+    operations = len(of_recipe(small, policy, describe(device)).work)
+    session = open_session(small, policy, device)
+    tokens = np.zeros((1, 1, small.model.context + 1), np.int32)
+    seconds = []
+    for _ in range(STEPS):
+        begun = time.perf_counter()
+        float(session.step(tokens).loss)  # waits for the device
+        seconds.append(time.perf_counter() - begun)
+    return median(seconds[STEPS // 2 :]) / operations
 
 
 def _policies(device: str) -> list[Policy]:

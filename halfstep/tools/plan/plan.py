@@ -154,9 +154,9 @@ def _planned(
     flops = sum(w.flops * times for w, times in work)
     sent = _sent(traced.parameters, policy, job)
     computing, timed = _computing(work, machine)
-    launching = traced.launches * scale * machine.launch
-    if not compiled:
-        computing = (max(computing[0], launching / 2), max(computing[1], 2 * launching))  # hosts differ
+    launching = machine.launch * sum(times for w, times in work if not compiled or w.phase == "update")
+    slack = 1.0 if machine.timed_launch else 2.0  # hosts differ
+    computing = (max(computing[0], launching / slack), max(computing[1], slack * launching))
     wire = _wire_seconds(sent, machine, job)
     # At best everything is sent while it computes, at worst nothing is.
     seconds = (max(computing[0], wire[0]), computing[1] + wire[1])
@@ -265,7 +265,7 @@ def _computing(work: list[tuple[Any, float]], machine: Machine) -> tuple[Range, 
         shares = machine.reached.bandwidth if item.kind == "bytes" else getattr(machine.reached, item.kind)
         moved = item.nbytes / machine.bandwidth
         arithmetic = item.flops / rate if rate else 0.0
-        bound = max(moved / 0.9, arithmetic / shares[1])
+        bound = max(moved / machine.reached.bandwidth[1], arithmetic / shares[1])
         low, high = (
             low + times * bound,
             high + times * max(moved / machine.reached.bandwidth[0], arithmetic / shares[0]),

@@ -180,7 +180,6 @@ def _play(kernels: Kernels, tracker: Tracker, *inputs: Any) -> Any:
                 _free(tracker, live.pop(node))
     made = [buffer for buffer in kernels.buffers if buffer.target is not operator.getitem]
     trace.work += [_work(kernels, node, trace.phase) for node in (*made, *kernels.several)]
-    trace.launches += len({kernels.levels[b] for b in kernels.buffers}) + sum(map(is_called, kernels.buffers))
     for node, key in live.items():
         if node not in keys:
             ledger.free(key)  # its tensor is made next

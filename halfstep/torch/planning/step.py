@@ -53,7 +53,6 @@ class Traced:
     roles: dict[int, str]  # of what exists between updates
     parameters: tuple[Parameter, ...]
     work: tuple[Work, ...]  # of `micro_batches` passes and one update
-    launches: int
     micro_batches: int
     batch: int  # rows of a micro-batch
     tokens: int  # of a micro-batch
@@ -171,7 +170,7 @@ def _follow(make: Callable[[], Any], hardware: Device, *, compiled: bool, micro_
         torch.compiler.reset()
         with torch.compiler.set_stance("default") if not compiled else nullcontext():
             for count in (1, micro_batches):
-                trace.work, trace.launches = [], 0
+                trace.work = []
                 with trace.during("backward"):
                     run.step(loss, [batches[i % len(batches)] for i in range(count)])
         roles = _roles(run, tracker)
@@ -184,7 +183,7 @@ def _follow(make: Callable[[], Any], hardware: Device, *, compiled: bool, micro_
     ]
     work = [*trace.work, Work("bytes", "", (), 0, ADAMW_BYTES * sum(p.numel() for p in own), "update")]
     return Traced(
-        trace.ledger, roles, tuple(_parameters(run, _travels_in(run.policy))), tuple(work), trace.launches,
+        trace.ledger, roles, tuple(_parameters(run, _travels_in(run.policy))), tuple(work),
         micro_batches, 0, 0, _vocabulary(model),
     )  # fmt: skip
 

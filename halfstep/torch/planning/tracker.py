@@ -67,7 +67,6 @@ class Trace:
     ledger: Ledger = field(default_factory=Ledger)
     work: list[Work] = field(default_factory=list)
     phase: str = "setup"
-    launches: int = 0
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -112,7 +111,6 @@ class Tracker(TorchDispatchMode):
         if not made or (view and not function._schema.is_mutable) or name in _FREE:
             return
         self.trace.work.append(work_of(function, name, given, made, args, kwargs, out, self.trace.phase))
-        self.trace.launches += 1
         if name in ATTENTION_BACKWARD:
             self.trace.ledger.passing(4 * given[1].numel(), self.trace.phase)
 
@@ -121,7 +119,6 @@ class Tracker(TorchDispatchMode):
         if self.trace.phase != "update":
             nbytes = sum(t.numel() * t.element_size() for t in args if isinstance(t, Tensor))
             self.trace.work.append(Work("bytes", "", (), 0, nbytes, self.trace.phase))
-            self.trace.launches += 1
 
     def follow(self, tensor: Tensor) -> bool:
         """Notes the memory of a tensor; whether it is new."""
