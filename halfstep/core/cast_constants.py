@@ -100,6 +100,9 @@ def check_bits(rounding: Rounding, given: str, wanted: str) -> None:
         )
 
 
+HISTORY = 16  # updates whose amax is remembered, for operands that are delayed
+
+
 def check_amax(operand: Operand, *, given: bool) -> None:
     """Refuses a delayed operand without the amax of earlier steps."""
     if operand.amax == "delayed" and not given:

@@ -42,6 +42,7 @@ class Applied:
     moments: dict[str, Format]
     precisions: dict[str, Precision]
     halves: frozenset[str] = frozenset()  # split masters of which the loss function uses the bf16 half alone
+    delayed: tuple[str, ...] = ()  # modules with operands that are scaled by earlier amaxes
 
 
 def apply(params: Any, policy: Policy, names: Sequence[str] = ()) -> Applied:
@@ -68,7 +69,16 @@ def apply(params: Any, policy: Policy, names: Sequence[str] = ()) -> Applied:
         {name: cast(Format, values[owner(name)].values["moments"]) for name in leaves.trained},
         {name: by_module[owner(name)] for name in leaves.trained},
         find_halves(policy, masters, modules),
+        _find_delayed(by_module, leaves, names),
     )
+
+
+def _find_delayed(by_module: Mapping[str, Precision], leaves: "Leaves", names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the modules that may multiply with delayed operands: those with a matrix, or without parameters."""
+    owners = {owner(name) for name in leaves.trained}
+    matrices = {owner(name) for name, leaf in leaves.trained.items() if jnp.ndim(leaf) > 1}
+    wanted = [name for name, precision in by_module.items() if precision.delayed]
+    return tuple(name for name in wanted if name in matrices or (name in names and name not in owners))
 
 
 def find_halves(policy: Policy, masters: Mapping[str, Param], modules: Sequence[str]) -> frozenset[str]:
@@ -98,8 +108,8 @@ def _not_implemented(role: str, value: Value) -> str:
         return "`reduce=fp32`: gradients travel in fp32"
     if isinstance(value, Operand) and value.measured:
         return f"omit `measured`, `{role}={value.format}`, and name the matmuls by rules; or {EMULATE}"
-    if isinstance(value, Operand) and value.amax == "delayed":
-        return "`current` scales by this step's own amax"
+    if isinstance(value, Operand) and value.amax == "delayed" and value.granularity == "row":
+        return f"a row of activations is a token: `{value.format}:row`, or `{value.format}:delayed`"
     if isinstance(value, Accumulator) and value.fast:
         return "matmuls sum in fp32"
     return ""

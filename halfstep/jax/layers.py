@@ -23,6 +23,7 @@ from halfstep.core.formats import BF16, FP16, FP32, Format
 from halfstep.core.precision import Precision
 from halfstep.jax.cast import carried
 from halfstep.jax.dtypes import as_device, describe, dtype_of
+from halfstep.jax.fp8 import PREFIX
 from halfstep.jax.lowering import Casts, casts_of
 from halfstep.jax.matmul import as_dimensions, casted_dot, in_compute, plain_dot, product
 
@@ -65,21 +66,28 @@ def spread(parameter: Array, shape: Sequence[int], casts: Casts) -> Array:
     return _broadcast(enter(owned(parameter, casts), casts), tuple(shape))
 
 
-def linear(x: Array, weight: Array, bias: Array | None, casts: Casts) -> Array:
-    """Returns x W^T + b with the operands, sums and results of `casts`."""
+def linear(x: Array, weight: Array, bias: Array | None, casts: Casts, *, amaxes: Array | None = None) -> Array:
+    """Returns x W^T + b with the operands, sums and results of `casts`; `amaxes` scale delayed operands."""
     rows = x.reshape(-1, x.shape[-1])
-    y = dot_general(rows, weight, (((1,), (1,)), ((), ())), casts).reshape(*x.shape[:-1], weight.shape[0])
+    y = dot_general(rows, weight, (((1,), (1,)), ((), ())), casts, amaxes=amaxes)
+    y = y.reshape(*x.shape[:-1], weight.shape[0])
     return y if bias is None else rounded(y + _bias(owned(bias, casts), y.shape, casts), casts)
 
 
 def dot_general(
-    x: Array, weight: Array, dimension_numbers: Any, casts: Casts, *, weight_first: bool = False
+    x: Array,
+    weight: Array,
+    dimension_numbers: Any,
+    casts: Casts,
+    *,
+    weight_first: bool = False,
+    amaxes: Array | None = None,
 ) -> Array:
     """Multiplies an activation and a weight as `lax.dot_general` does, the weight first if asked, into compute."""
     dims = as_dimensions(dimension_numbers)
     if casts.plain:
         return plain_dot(weight, x, dims) if weight_first else plain_dot(x, weight, dims)
-    return casted_dot(enter(x, casts), weight, dims, casts, weight_first)
+    return casted_dot(enter(x, casts), weight, amaxes, dims, casts, weight_first)
 
 
 def rms_norm(x: Array, gain: Array | None, casts: Casts, eps: float = 1e-6) -> Array:
@@ -185,7 +193,8 @@ class CastedLinear(Layer):
 
     def __call__(self, params: Params, x: Array) -> Array:
         bias = self.parameter(params, "bias") if self.has_bias else None
-        return linear(x, self.parameter(params, "weight"), bias, self.casts)
+        amaxes = params.get(f"{PREFIX}{self.name}")
+        return linear(x, self.parameter(params, "weight"), bias, self.casts, amaxes=amaxes)
 
     def __repr__(self) -> str:
         form = " emulated" if self.precision.emulate else ""

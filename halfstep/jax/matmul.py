@@ -28,6 +28,9 @@ Axes = tuple[int, ...]
 Dimensions = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
 """((contracted of the left, of the right), (batch of the left, of the right)), as in lax.dot_general."""
 
+Pasts = tuple[Array | None, Array | None]
+"""The amaxes of earlier updates that scale the two operands of a matmul, if they are delayed."""
+
 _FULL = lax.Precision.HIGHEST
 _FLOAT32 = jnp.dtype(jnp.float32)
 
@@ -48,33 +51,53 @@ def plain_dot(a: Array, b: Array, dims: Dimensions) -> Array:
     return lax.dot_general(a, b, dims, precision=_FULL, preferred_element_type=jnp.float32)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def casted_dot(x: Array, weight: Array, dims: Dimensions, casts: Casts, weight_first: bool) -> Array:
-    """Multiplies x, in the compute format, by a weight as it is held; its gradients are the other two matmuls."""
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def casted_dot(
+    x: Array, weight: Array, past: Array | None, dims: Dimensions, casts: Casts, weight_first: bool
+) -> Array:
+    """Multiplies x, in the compute format, by a weight as it is held; its gradients are the other two matmuls.
+
+    `past`: the amaxes of x, weight and gradient that scale delayed operands; its gradient is those met (fp8.py).
+    """
     p, w = casts.precision, in_compute(weight, casts)
-    pair = (w, x) if weight_first else (x, w)
-    return _matmul(*pair, dims, (p.operand, p.operand), p.compute, casts)
+    of_x, of_w, _ = _each(past)
+    pair, pasts = ((w, x), (of_w, of_x)) if weight_first else ((x, w), (of_x, of_w))
+    return _matmul(*pair, dims, (p.operand, p.operand), p.compute, casts, pasts)
+
+
+def _each(past: Array | None) -> tuple[Array | None, Array | None, Array | None]:
+    return (None, None, None) if past is None else (past[0], past[1], past[2])
 
 
 def _casted_backward(
-    dims: Dimensions, casts: Casts, weight_first: bool, kept: tuple[Array, Array], g: Array
-) -> tuple[Array, Array]:
-    (x, weight), p = kept, casts.precision
+    dims: Dimensions, casts: Casts, weight_first: bool, kept: tuple[Array, Array, Array | None], g: Array
+) -> tuple[Array, Array, Array | None]:
+    (x, weight, past), p = kept, casts.precision
+    of_inputs, of_w, of_g = _each(past)
     if casts.emulate:
         g = carried(g, p.grad)
     # XLA computes the cast of the weight once for all of its uses.
     w, operands = in_compute(weight, casts), (p.grad_operand, p.operand)
     of_x, of_weight = (_flipped(dims), dims) if weight_first else (dims, _flipped(dims))
-    grad_input = _transposed(g, w, of_x, not weight_first, operands, p.grad, casts)
+    grad_input = _transposed(g, w, of_x, not weight_first, operands, p.grad, casts, (of_g, of_w))
     # XLA may drop a conversion to bf16 and back, so a gradient held wider than its format is rounded instead.
     held = FP32 if weight.dtype == jnp.float32 else p.grad_weight
-    grad_weight = _transposed(g, x, of_weight, weight_first, operands, held, casts)
+    grad_weight = _transposed(g, x, of_weight, weight_first, operands, held, casts, (of_g, of_inputs))
     if held != p.grad_weight:
         grad_weight = carried(grad_weight, p.grad_weight)
-    return grad_input.astype(x.dtype), grad_weight.astype(weight.dtype)
+    each = ((x, p.operand), (w, p.operand), (g, p.grad_operand))
+    met = None if past is None else jnp.stack([_met(t, operand) for t, operand in each])
+    return grad_input.astype(x.dtype), grad_weight.astype(weight.dtype), met
 
 
-casted_dot.defvjp(lambda x, weight, *rest: (casted_dot(x, weight, *rest), (x, weight)), _casted_backward)
+casted_dot.defvjp(
+    lambda x, weight, past, *rest: (casted_dot(x, weight, past, *rest), (x, weight, past)), _casted_backward
+)
+
+
+def _met(x: Array, operand: Operand) -> Array:
+    """Returns the amax of an operand that has one scale, for its history."""
+    return amax_of(x, operand) if is_narrow(operand.format) and operand.granularity == "tensor" else jnp.float32(0)
 
 
 def in_compute(parameter: Array, casts: Casts) -> Array:
@@ -91,6 +114,7 @@ def _transposed(
     operands: tuple[Operand, Operand],
     out: Format,
     casts: Casts,
+    pasts: Pasts = (None, None),
 ) -> Array:
     """Returns the gradient of one operand: g contracted with the other operand over the other's own axes.
 
@@ -103,7 +127,8 @@ def _transposed(
     my_kept_count = g.ndim - batch - len(kept_of_other)
     start = batch + my_kept_count if first else batch
     over = tuple(range(start, start + len(kept_of_other)))
-    result = _matmul(g, other, ((over, kept_of_other), (tuple(range(batch)), other_batch)), operands, out, casts)
+    rows = ((over, kept_of_other), (tuple(range(batch)), other_batch))
+    result = _matmul(g, other, rows, operands, out, casts, pasts)
     # Axes of the result: the batch, my own, then those that were contracted, in the order the other has them.
     contracted = tuple(mine[place] for place in sorted(range(len(others)), key=others.__getitem__))
     my_kept = _kept(batch + my_kept_count + len(mine), mine, my_batch)
@@ -121,7 +146,13 @@ def _kept(rank: int, contracted: Axes, batch: Axes) -> Axes:
 
 
 def _matmul(
-    a: Array, b: Array, dims: Dimensions, operands: tuple[Operand, Operand], out: Format, casts: Casts
+    a: Array,
+    b: Array,
+    dims: Dimensions,
+    operands: tuple[Operand, Operand],
+    out: Format,
+    casts: Casts,
+    pasts: Pasts = (None, None),
 ) -> Array:
     """Multiplies in the formats of the operands, sums in fp32 and returns the result in `out`."""
     formats = tuple(operand.format for operand in operands)
@@ -129,7 +160,8 @@ def _matmul(
         tf32 = set(formats) == {TF32}
         return _sum_of_products(_held(a, formats[0]), _held(b, formats[1]), dims, carrier_of(out), tf32=tf32)
     (a, a_inv), (b, b_inv) = (
-        _lower(t, operand, axes, casts.emulate) for t, operand, axes in zip((a, b), operands, dims[0], strict=True)
+        _lower(t, operand, axes, casts.emulate, past)
+        for t, operand, axes, past in zip((a, b), operands, dims[0], pasts, strict=True)
     )
     y = _sum_of_products(a, b, dims, _FLOAT32)
     kept = [len(_kept(t.ndim, dims[0][side], dims[1][side])) for side, t in enumerate((a, b))]
@@ -153,13 +185,17 @@ def _sum_of_products(a: Array, b: Array, dims: Dimensions, out: DType, *, tf32: 
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=out)
 
 
-def _lower(x: Array, operand: Operand, axes: Axes, emulate: bool) -> tuple[Array, Array | None]:
+def _lower(
+    x: Array, operand: Operand, axes: Axes, emulate: bool, past: Array | None
+) -> tuple[Array, Array | None]:
     """Returns an operand in its format, and what undoes its scale; a row runs along the contracted axes."""
     fmt = operand.format
     if is_narrow(fmt):
-        # `delayed` needs the amax of earlier steps, which nobody keeps here: quantize_scaled refuses it.
         x = _once(x)
-        amax = None if operand.amax == "delayed" else amax_of(x, operand, axes)
+        amax = amax_of(x, operand, axes)
+        if past is not None and operand.amax == "delayed":
+            amax = jnp.where(past > 0, past, amax)
+            x = jnp.where(jnp.isinf(x), jnp.asarray(jnp.nan, x.dtype), x)  # earlier amaxes do not show it
         return quantize_scaled(x, operand, amax=amax, native=not emulate)
     return carried(x, fmt) if emulate else _held(x, fmt), None
 

@@ -19,6 +19,7 @@ from halfstep.config.model import ModelConfig, module_names, parameter_shapes
 from halfstep.config.weights import Weights
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions
+from halfstep.jax.fp8 import PREFIX
 from halfstep.jax.layers import (
     CastedLinear,
     Layer,
@@ -234,7 +235,7 @@ class Head(Layer):
 
     def __call__(self, params: Params, x_BTD: Array, embed: Embedding) -> Array:
         weight = embed.parameter(params, "weight") if self.tied else self.parameter(params, "weight")
-        return linear(x_BTD, weight, None, self.casts)
+        return linear(x_BTD, weight, None, self.casts, amaxes=params.get(f"{PREFIX}{self.name}"))
 
 
 class HeadNorm(Layer):

@@ -35,6 +35,7 @@ from halfstep.core.state_format import Snapshot, Stored, widen
 from halfstep.jax import memory
 from halfstep.jax.apply import apply, find_halves, modules_of
 from halfstep.jax.dtypes import as_device, as_devices, describe
+from halfstep.jax.fp8 import in_use
 from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.measure import devices
 from halfstep.jax.model import Decoder
@@ -194,6 +195,7 @@ class Session:
     def evaluate(self, batches: Iterable[Tokens], *, averaged: bool = True) -> tuple[float, int]:
         losses, count = [], 0
         params = self.run.ema if averaged and self.run.ema else self._used(self.policy.evaluation())
+        params = {**params, **in_use(self.run.amaxes)}
         for batch in batches:
             with self._here():
                 losses += self._losses(params, batch)
@@ -206,7 +208,7 @@ class Session:
         padded = np.zeros((1, self.config.model.context), np.int32)
         padded[0, : len(window)] = window
         with self._here():
-            params = self._of_one(self._used(self.policy))
+            params = self._of_one({**self._used(self.policy), **in_use(self.run.amaxes)})
             return np.asarray(self._next(params, self._to_device(padded), len(window) - 1))
 
     def state(self) -> dict[str, Stored]:

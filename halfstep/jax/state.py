@@ -23,6 +23,7 @@ from halfstep.core.policy import Policy
 from halfstep.core.scaling import ScaleState, saved_scale
 from halfstep.core.state_format import Description, Stored, check_same, find_dtype
 from halfstep.jax.apply import Leaves, apply
+from halfstep.jax.fp8 import PREFIX
 from halfstep.jax.optim.masters import widened
 from halfstep.jax.run.summary import summarize
 
@@ -41,7 +42,7 @@ class Origin:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["params", "opt_state", "scale", "num_applied", "ema", "remainders"],
+    data_fields=["params", "opt_state", "scale", "num_applied", "ema", "remainders", "amaxes"],
     meta_fields=["policy", "seed", "names", "origin", "decay"],
 )
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class State:
     ema: Mapping[str, Array] = field(default_factory=dict)  # the averages of the masters in fp32, by name
     decay: float = 0.0  # of the averages; 0 if there are none
     remainders: Mapping[str, Array] = field(default_factory=dict)  # what the bf16 of split masters leaves out
+    amaxes: Mapping[str, Array] = field(default_factory=dict)  # histories of delayed operands, by module (fp8.py)
 
     @property
     def choice(self) -> Choice | None:
@@ -117,6 +119,7 @@ def state_dict(state: State) -> dict[str, Array]:
     """Returns every array that the next step depends on: the live ones, not copies."""
     arrays = {f"model.{name}": _plain(leaf) for name, leaf in Leaves(state.params).values.items()}
     arrays |= {f"remainder.{name}": lo for name, lo in state.remainders.items()}
+    arrays |= {f"{PREFIX}{name}": history for name, history in state.amaxes.items()}
     arrays |= {name: _plain(leaf) for name, leaf in _optimizer(state).items()}
     arrays |= {f"scale.{part}": value for part, value in state.scale._asdict().items()} | to_state(state.ema)
     return arrays | {"applied": state.num_applied}
@@ -144,6 +147,7 @@ def load_state_dict(state: State, given: Mapping[str, Any]) -> State:
         num_applied=_like(given["applied"], state.num_applied),
         ema={name: _like(averages[name], old) for name, old in state.ema.items()},
         remainders={name: _like(given[f"remainder.{name}"], old) for name, old in state.remainders.items()},
+        amaxes={name: _like(given[f"{PREFIX}{name}"], old) for name, old in state.amaxes.items()},
     )
 
 

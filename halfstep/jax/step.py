@@ -33,6 +33,7 @@ from halfstep.core.scaling import DynamicScale, ScaleAlarm, ScaleState, stuck_er
 from halfstep.jax.apply import Applied, Leaves, apply, modules_of
 from halfstep.jax.cast import carried
 from halfstep.jax.dtypes import dtype_of
+from halfstep.jax.fp8 import PREFIX, empty, in_use, moved
 from halfstep.jax.functions.interpret import cast_inside, checked
 from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.observe.gradient import describer, watched_gradient
@@ -157,6 +158,7 @@ def first_state(
         ema=widened(held, remainders) if ema else {},
         decay=ema,
         remainders=remainders,
+        amaxes={name: empty() for name in applied.delayed},
     )
     traced = any(isinstance(x, jax.core.Tracer) for x in held.values())
     return state if traced else _placed(state, leaves, held, mesh)
@@ -212,10 +214,11 @@ def make_step(
             check_optimizer(optimizer, leaves, state.opt_state)
             scale = state.scale.scale
             gradient = _gradient(call, leaves, applied, scale, monitor, state.names)
-            masters = widened(leaves.trained, state.remainders, applied.halves)
+            masters = widened(leaves.trained, state.remainders, applied.halves) | in_use(state.amaxes)
             sums, first, own = _accumulated(gradient, masters, applied, batch, rng, micro_batches)
             if mesh is not None:
-                sums = summed(sums, first, mesh)
+                amaxes = lax.pmax(sums.amaxes, mesh.axis_names)
+                sums = summed(sums, first, mesh)._replace(amaxes=amaxes)
             return _updated(state, leaves, applied, stepper, sums, clip_norm, monitor), own
 
     run = update if mesh is None else on_each(update, mesh, micro_batches)
@@ -309,7 +312,7 @@ class Step:
         if self._micro_batches is not None:
             batch = jax.tree.map(lambda leaf: leaf[0], batch)
         leaves, rest = Leaves(state.params), (batch,) if rng is None else (batch, rng)
-        masters = widened(leaves.trained, state.remainders)
+        masters = widened(leaves.trained, state.remainders) | in_use(state.amaxes)
         return self._reach(leaves, apply(state.params, state.policy, state.names), masters, rest)
 
     def __getattr__(self, name: str) -> Any:
@@ -336,6 +339,7 @@ class _Sum(NamedTuple):
     grads: dict[str, Array]  # scaled, in the accumulate format
     loss: Array
     weight: Array
+    amaxes: dict[str, Array]  # of delayed operands: the largest, not a sum
 
 
 Gradient = Callable[[dict[str, Array], Any, Any], tuple[Any, tuple[Any, Any, Any], Any]]
@@ -368,7 +372,7 @@ def replayed(call: LossFn, monitor: Monitor, state: State, batch: Any, rng: Any)
     """Returns what each layer meets of a batch, whole: for each site of the monitor, and each role."""
     with jax.default_matmul_precision("highest"):
         leaves, applied = Leaves(state.params), apply(state.params, state.policy, state.names)
-        masters = widened(leaves.trained, state.remainders, applied.halves)
+        masters = widened(leaves.trained, state.remainders, applied.halves) | in_use(state.amaxes)
 
         def objective(masters: dict[str, Array], part: Any, key: Any) -> tuple[Array, None]:
             return _loss(call, leaves, applied, masters, part, key)[0] * state.scale.scale, None
@@ -391,8 +395,9 @@ def _accumulated(
         reference = jnp.where(first == 0, weight, first)
         share = weight / _divisor(reference)  # not inside the loss: times fp16's scale it could overflow
         # `carried` first: XLA may drop a conversion to bf16 and back, and the sum would be another.
+        amaxes = {name: grads.pop(name) for name in [*grads] if name.startswith(PREFIX)}
         narrow = {name: carried(share * g, fmt).astype(dtype_of(fmt)) for name, g in grads.items()}
-        return _Sum(narrow, share * loss, share), reference, (aux, numbers)
+        return _Sum(narrow, share * loss, share, amaxes), reference, (aux, numbers)
 
     if count is None:
         return micro_batch(jnp.float32(0), batch, rng)
@@ -403,10 +408,13 @@ def _accumulated(
         index, part = inputs
         key = None if rng is None else jax.random.fold_in(rng, index)
         more, first, own = micro_batch(first, part, key)
-        return (jax.tree.map(jnp.add, sums, more), first), own
+        added = jax.tree.map(jnp.add, sums, more)
+        return (added._replace(amaxes=jax.tree.map(jnp.maximum, sums.amaxes, more.amaxes)), first), own
 
     zero = jnp.float32(0)
-    nothing = _Sum({name: jnp.zeros(x.shape, dtype_of(fmt)) for name, x in masters.items()}, zero, zero)
+    zeros = {name: jnp.zeros(x.shape, dtype_of(fmt)) for name, x in masters.items()}
+    amaxes = {name: jnp.zeros(x.shape) for name, x in masters.items() if name.startswith(PREFIX)}
+    nothing = _Sum({name: x for name, x in zeros.items() if name not in amaxes}, zero, zero, amaxes)
     (sums, first), (aux, numbers) = lax.scan(body, (nothing, zero), (jnp.arange(count), batch))
     return sums, first, (aux, None if numbers is None else merged(numbers))
 
@@ -467,6 +475,7 @@ def _updated(
         params=leaves.rebuilt(held),
         remainders=remainders,
         ema=averaged(state.ema, widened(held, remainders), share),
+        amaxes=moved(state.amaxes, sums.amaxes, finite),
         opt_state=kept(opt_state, state.opt_state),
         scale=verdict.state,
         num_applied=state.num_applied + finite.astype(jnp.int32),
@@ -488,8 +497,8 @@ def _stepped(
     besides = {"value": loss, "policy": state.policy}  # for transforms that ask: optax leaves them out for others
     updates, moments = optimizer.update(leaves.bare(grads), moments, leaves.bare(masters), **besides)
     intended = leaves.read(updates)
-    moved = {name: masters[name] + u.astype(jnp.float32) for name, u in intended.items()}
-    held = hold(moved, applied, seed=state.seed, step=state.num_applied + 1)
+    wide = {name: masters[name] + u.astype(jnp.float32) for name, u in intended.items()}
+    held = hold(wide, applied, seed=state.seed, step=state.num_applied + 1)
     return held, held_moments(leaves, moments, applied), intended
 
 
@@ -520,6 +529,7 @@ def _placed(state: State, leaves: Leaves, held: Mapping[str, Array], mesh: Mesh 
         num_applied=copied(state.num_applied, whole),
         ema={name: copied(x, held[name].sharding) for name, x in state.ema.items()},
         remainders={name: copied(x, held[name].sharding) for name, x in state.remainders.items()},
+        amaxes={name: copied(x, whole) for name, x in state.amaxes.items()},
     )
 
 

@@ -73,7 +73,7 @@ BACKENDS = ("torch", "jax", "mlx")
 ABSENT_ROOMS = {
     "split": "torch alone: autograd must know that half of a split master has an fp32 gradient",
     "tracing": "torch alone: code that dynamo takes as it is asks whether it is being compiled",
-    "fp8": "torch alone: the hardware's own fp8 matmul; XLA has its own, MLX emulates",
+    "fp8": "torch, JAX: the hardware's own fp8 matmul, and amaxes of earlier updates; MLX emulates",
     "kernels": "torch alone: JAX compiles a whole step, and MLX has no such kernels yet",
     "norms": "torch alone: eager layers of narrow inputs call one kernel; the others fuse or compile",
     "islands": "torch alone: there is a torch.nn whose names people expect",

@@ -10,7 +10,7 @@ tables do not promote its stream (promoted.py). Refused when it is traced, with 
 tanh, logistic, erf and the like are activations, and run in compute.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from halfstep.core.precision import Precision
 from halfstep.core.roles import Operand, is_narrow
 from halfstep.jax.apply import Applied
 from halfstep.jax.dtypes import DType, dtype_of, format_of
+from halfstep.jax.fp8 import PREFIX
 from halfstep.jax.functions.primitives import ISLANDS, PRODUCT, is_ours, line_of, multiplies
 
 _REMEDIES = {
@@ -164,3 +165,28 @@ def lost_by(precision: Precision) -> str:
 
 def _seen_as(fmt: Format) -> DType:
     return dtype_of(FP32 if fmt == TF32 else fmt)
+
+
+def with_amaxes(params: Any, masters: Mapping[str, Any]) -> Any:
+    """Returns the parameters for a function that casts by itself, with the amaxes of delayed operands."""
+    amaxes = {name: x for name, x in masters.items() if name.startswith(PREFIX)}
+    if amaxes and not isinstance(params, dict):
+        raise PolicyError(
+            f"delayed operands in a function that casts by itself: its parameters are a {type(params).__name__}, "
+            "which has no place for their amaxes",
+            hint="pass parameters by name, in a dict, and `linear(..., amaxes=params.get('amax.<module>'))`; or "
+            "omit cast=False",
+        )
+    return params | amaxes if amaxes else params
+
+
+def stacked(values: Any) -> Any:
+    """Refuses weights of several layers in one array, that a scan takes apart, with delayed operands."""
+    for value in values:
+        if value.owner is not None and value.owner.amaxes is not None:
+            raise PolicyError(
+                f"`{value.owner.names[0]}` holds the weights of several layers, one for each turn of lax.scan, "
+                "and a delayed amax belongs to one matmul",
+                hint="omit `delayed`: `current` scales each layer by its own amax",
+            )
+    return values

@@ -43,6 +43,7 @@ from halfstep.jax.functions.islands import Island, remember
 from halfstep.jax.functions.lazy import (
     Owner,
     Value,
+    amaxes_of,
     check_narrowed,
     custom_jvp,
     find_narrowed,
@@ -100,8 +101,8 @@ def cast_inside(
     checks.check_rules(policy)
     interpreter = interpreter or Interpreter(policy)
     owners = {
-        name: Owner((name,), casts_of(precision), jnp.ndim(masters[name]) > 1)
-        for name, precision in applied.precisions.items()
+        name: Owner((name,), casts_of(each), jnp.ndim(masters[name]) > 1, amaxes=amaxes_of(name, masters))
+        for name, each in applied.precisions.items()
     }
     seen = {name: _like(masters[name], appears(own.casts.precision)) for name, own in owners.items()}
     batch, *others = rest
@@ -130,7 +131,7 @@ def checked(
     fn: Callable[..., Any], leaves: Leaves, applied: Applied, masters: Mapping[str, Array], rest: Sequence[Any]
 ) -> tuple[Any, Any]:
     """Calls a function that casts inside, on the masters themselves; returns its result, also as shapes."""
-    params = leaves.rebuilt(masters)
+    params = checks.with_amaxes(leaves.rebuilt(masters), masters)
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(params, *rest)
     if not applied.policy.emulate:  # emulated, every array is fp32, and the layers know what they hold
         checks.check_function(closed.jaxpr, applied)
@@ -345,7 +346,7 @@ class Interpreter:
         self.multiplied.update(owner.names)
         dims = eqn.params["dimension_numbers"]
         rows, matrix, dims = as_matmul(self._array(x, seen), values[side].array, dims, side)
-        y = dot_general(rows, matrix, dims, casts_of(precision), weight_first=side == 0)
+        y = dot_general(rows, matrix, dims, casts_of(precision), weight_first=side == 0, amaxes=owner.amaxes)
         return self._leaving(eqn, y.reshape(eqn.outvars[0].aval.shape), values, appears(precision))
 
     def _conv(self, eqn: Any, values: list[Value]) -> tuple[Array, bool]:
@@ -436,7 +437,7 @@ class Interpreter:
         narrowed = [find_narrowed([value], by) if alone and opens else alone for value in values[first:last]]
         ruled = any(self._is_ruled(value) for value in values)
         values = [replace(value, ruled=ruled) for value in values]
-        consts, xs = values[:first], values[last:]
+        consts, xs = values[:first], checks.stacked(values[last:])
         held = [not fixed and not ruled and var in self.promoted for var in closed.jaxpr.invars[first:last]]
         carry = self._carried(eqn.invars[first:last], values[first:last], held)
         kept: list[Value] = []

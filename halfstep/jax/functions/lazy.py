@@ -11,8 +11,8 @@ activations: `x @ jnp.tril(w)` has the casts and the fp32 weight gradient of `x 
 multiplied or looked up as a weight, and the policy asks for what it then cannot have, it is refused.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jax.extend.core import jaxprs_in_params
 
 from halfstep.config.model import owner as module_of
 from halfstep.core.errors import PolicyError
+from halfstep.jax.fp8 import PREFIX
 from halfstep.jax.functions.checks import lost_by
 from halfstep.jax.functions.primitives import (
     ARITHMETIC,
@@ -42,6 +43,7 @@ class Owner:
     casts: Casts
     matrix: bool  # one of them has two axes or more, as weights do
     looked_up: bool = False  # rows by index, as of an embedding: next to another parameter, the activation
+    amaxes: Any = field(default=None, compare=False)  # what scales its delayed operands (fp8.py)
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,11 @@ class Made:
     sums: bool
 
 
+def amaxes_of(name: str, masters: Mapping[str, Any]) -> Any:
+    """Returns what scales the delayed operands of a parameter's module, if there are any."""
+    return masters.get(PREFIX + module_of(name))
+
+
 def moved(value: Value, array: Any) -> Value:
     """Returns the same value for another function, of a loop or a branch: how it came about is not seen there."""
     return replace(value, array=array, made=None)
@@ -91,7 +98,8 @@ def merged(values: Sequence[Value]) -> Owner | None:
         return None
     names = dict.fromkeys(name for owner in owners for name in owner.names)
     matrix, looked_up = (any(owner.matrix for owner in owners), any(owner.looked_up for owner in owners))
-    return Owner(tuple(names), owners[0].casts, matrix, looked_up)
+    amaxes = owners[0].amaxes if len(names) == 1 else None
+    return Owner(tuple(names), owners[0].casts, matrix, looked_up, amaxes)
 
 
 def shared_owner(eqn: Any, values: Sequence[Value]) -> Owner | None:
@@ -108,7 +116,7 @@ def shared_owner(eqn: Any, values: Sequence[Value]) -> Owner | None:
         return None
     selected = name == "select_n" and not values[0].fixed
     looked_up = owner.looked_up or name == "gather" or selected
-    return Owner(owner.names, owner.casts, owner.matrix, looked_up)
+    return replace(owner, looked_up=looked_up)
 
 
 def wide_owner(eqn: Any, values: Sequence[Value]) -> Owner | None:

@@ -14,6 +14,7 @@ from halfstep.core.observed import AMAX, COLUMNS, ROLES, SAMPLED_ROLES, LayerInf
 from halfstep.core.precision import Precision, base_precision, precisions
 from halfstep.core.roles import is_narrow, print_value
 from halfstep.jax.apply import Applied
+from halfstep.jax.fp8 import PREFIX
 from halfstep.jax.observe.layers import Site, Taps, find_layers, flat, run_with_taps, slots_for
 from halfstep.jax.observe.taps import What, merged, tap
 
@@ -82,7 +83,10 @@ def watched_gradient(
     `objective(masters, *rest)` returns (loss, besides), as for jax.grad with has_aux.
     """
     closed, shape = jax.make_jaxpr(objective, return_shape=True)(masters, *rest)
-    names = [*sorted(masters), *[None] * len(jax.tree.leaves(rest))]
+    names = [
+        *(None if name.startswith(PREFIX) else name for name in sorted(masters)),
+        *[None] * len(jax.tree.leaves(rest)),
+    ]
     layers = find_layers(closed, names)
     watched = describe(flat(layers))
     infos = {info.name: info for info in watched.layers}

@@ -5,6 +5,7 @@ from typing import Any
 
 from halfstep.config.model import owner
 from halfstep.core.audit.reached import some
+from halfstep.core.cast_constants import HISTORY
 from halfstep.core.roles import print_value
 from halfstep.jax.apply import Applied
 
@@ -19,6 +20,9 @@ def summarize(
     lines = [str(policy), *([f"  {note}"] if note else []), *_modules(applied), *_masters(applied, trained)]
     if widened:
         lines.append(f"  widened to their masters: {len(widened)} parameters that were narrower ({some(widened)})")
+    if applied.delayed:
+        count = len(applied.delayed)
+        lines.append(f"  delayed: {count} matmuls are scaled by the largest amax of their last {HISTORY} updates")
     if decay:
         lines.append(f"  averages of the masters in fp32, decay {decay:g}")
     scale = print_value(policy.scale)

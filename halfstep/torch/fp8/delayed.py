@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HISTORY = 16  # updates whose amax is remembered
+from halfstep.core.cast_constants import HISTORY
+
 OPERANDS = 3
 
 
