@@ -91,3 +91,20 @@ def test_a_session_that_is_watched_trains_to_the_same_bits():
     sample = watched.sample(batch(0, watched))
     assert set(sample) == {layer.name for layer in layers}
     assert set(sample["blocks.0.attn.q"]) == {"activation", "gradient", "weight"}
+
+
+@pytest.mark.prove
+def test_delayed_operands_have_histories_of_the_model_a_tied_head_too():
+    policy = "bf16-mixed,emulate=true; **.mlp.*: compute=e4m3:delayed; lm_head: compute=e4m3:delayed"
+    s = session(policy, "model.tied=true")
+    assert {*s.run.amaxes} == {"blocks.0.mlp.up", "blocks.0.mlp.down", "lm_head"}
+    for number in range(2):
+        s.step(batch(number, s))
+    saved = s.state()
+    for name, history in s.run.amaxes.items():
+        assert (np.asarray(history)[:2, :2] > 0).all(), name
+        assert saved[f"amax.{name}"].dtype == "F32"
+    after = s.read(s.step(batch(2, s)))
+    s.load(saved)
+    assert s.read(s.step(batch(2, s))) == after
+    assert np.isfinite(s.evaluate(iter([batch(0, s)[0]]))[0])

@@ -124,8 +124,10 @@ def test_no_field_of_the_state_is_left_out():
     """A field that is added later must be stored too, or be one that the policy and the call give."""
     given = {"policy", "seed", "names", "origin", "decay"}
     kinds = {"params": "model.", "opt_state": "optimizer.", "scale": "scale.", "num_applied": "applied"}
-    kinds |= {"ema": "average.", "remainders": "remainder."}
-    state = init(params(), OPTIMIZER, "bf16-mixed,param=fp32:split", ema=0.9)
+    kinds |= {"ema": "average.", "remainders": "remainder.", "amaxes": "amax."}
+    state = init(
+        params(), OPTIMIZER, "bf16-mixed,param=fp32:split,emulate=true; layer: compute=e4m3:delayed", ema=0.9
+    )
     assert {field.name for field in dataclasses.fields(state)} == given | kinds.keys()
     assert all(any(name.startswith(kind) for name in state_dict(state)) for kind in kinds.values())
 
