@@ -96,7 +96,7 @@ def test_a_session_that_is_watched_trains_to_the_same_bits():
 @pytest.mark.prove
 def test_delayed_operands_have_histories_of_the_model_a_tied_head_too():
     policy = "bf16-mixed,emulate=true; **.mlp.*: compute=e4m3:delayed; lm_head: compute=e4m3:delayed"
-    s = session(policy, "model.tied=true")
+    s = session(policy, "model.tied=true", "model.zero_init=false")
     assert {*s.run.amaxes} == {"blocks.0.mlp.up", "blocks.0.mlp.down", "lm_head"}
     for number in range(2):
         s.step(batch(number, s))
