@@ -231,10 +231,11 @@ class Session:
         rows = micro_batches.reshape(self.num_devices * len(micro_batches), -1, micro_batches.shape[-1])
 
         def loss(params: Any, tokens: Array) -> Array:
-            return self.model.loss(params, tokens[:, :-1], tokens[:, 1:]) / tokens[:, 1:].size
+            return self.model.loss({**params, **amaxes}, tokens[:, :-1], tokens[:, 1:]) / tokens[:, 1:].size
 
         with self._here(), jax.default_matmul_precision("highest"):
             params = self._of_one(self._used(self.policy))
+            amaxes = self._of_one(in_use(self.run.amaxes))
             used = float(self.run.scale.scale) if scale is None else scale
             return find(loss, params, (self._to_device(tokens) for tokens in rows), used)
 

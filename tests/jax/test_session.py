@@ -108,3 +108,5 @@ def test_delayed_operands_have_histories_of_the_model_a_tied_head_too():
     s.load(saved)
     assert s.read(s.step(batch(2, s))) == after
     assert np.isfinite(s.evaluate(iter([batch(0, s)[0]]))[0])
+    assert np.isfinite(s.logits([1, 2])).all()
+    assert s.blame(batch(3, s)) is not None
