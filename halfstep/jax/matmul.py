@@ -192,9 +192,10 @@ def _lower(
     fmt = operand.format
     if is_narrow(fmt):
         x = _once(x)
-        amax: Array | None = amax_of(x, operand, axes)
+        own = amax_of(x, operand, axes)
+        amax: Array | None = own
         if operand.amax == "delayed":  # without a history, quantize_scaled refuses it
-            amax = None if past is None else jnp.where(past > 0, past, amax)
+            amax = None if past is None else jnp.where(past > 0, past, own)
             x = jnp.where(jnp.isinf(x), jnp.asarray(jnp.nan, x.dtype), x)  # earlier amaxes do not show it
         return quantize_scaled(x, operand, amax=amax, native=not emulate)
     return carried(x, fmt) if emulate else _held(x, fmt), None

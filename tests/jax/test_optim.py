@@ -188,6 +188,7 @@ def labels(params):
     return jax.tree.map(lambda leaf: "muon" if leaf.ndim == 2 else "adamw", params)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(("policy", "own"), [("fp32", None), ("bf16-mixed,emulate=true", None), ("fp32", "bf16")])
 def test_muon_is_torchs_in_the_format_of_the_policy_or_its_own(policy, own):
     torch = pytest.importorskip("torch")
@@ -211,6 +212,7 @@ def test_muon_is_torchs_in_the_format_of_the_policy_or_its_own(policy, own):
     assert np.abs(found - normal(8, 4)).max() > 0.02
 
 
+@pytest.mark.prove
 def test_muon_takes_the_policy_through_a_partition():
     optimizer = optax.multi_transform({"muon": halfstep.jax.muon(0.02), "adamw": optax.adamw(1e-2)}, labels)
 
