@@ -46,5 +46,5 @@ def set_rank(rank, count, port):
 
 def _rank(rank, count, port, function, given):
     set_rank(rank, count, port)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks train on the CPU: on a GPU of both, sharding would wait forever
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks train on the CPU: sharing one GPU, they would wait forever
     return function(*given)
