@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby, takewhile
 from typing import Any
 
 import torch
@@ -69,9 +71,33 @@ class Traced:
             return "weights"  # their casts
         if allocation.phase != "forward" and allocation.shape in shapes:
             return "gradients"
-        if self.vocabulary and allocation.shape[-1:] == (self.vocabulary,):
+        if key in self.logits:
             return "logits"
         return "workspace" if allocation.phase == "update" or not allocation.shape else "activations"
+
+    @cached_property
+    def logits(self) -> set[int]:
+        """The allocations of logits: what is as wide as the vocabulary.
+
+        Where a layer takes something as wide, as the MLP of `golf` does, logits are made after the last activation
+        of the model's width in a forward pass, and their gradients before the first in a backward pass.
+        """
+        shapes = {parameter.shape for parameter in self.parameters}
+        passes = [
+            (key, a.phase, a.shape[-1:])
+            for key, a in self.ledger.allocations.items()
+            if a.phase in ("forward", "backward") and a.shape not in shapes
+        ]
+        wide = {key for key, _, last in passes if self.vocabulary and last == (self.vocabulary,)}
+        matrices = [shape for shape in shapes if len(shape) == 2]
+        widths = [shape[1:] for shape in matrices if shape[0] == self.vocabulary]
+        if not widths or all(shape[1] != self.vocabulary for shape in matrices):
+            return wide
+        outside: set[int] = set()
+        for phase, each in groupby(passes, key=lambda row: row[1]):
+            rows = [*each][:: -1 if phase == "forward" else 1]
+            outside |= {key for key, _, last in takewhile(lambda row: row[2] not in widths, rows)}
+        return wide & outside
 
     def with_batch(self, batch: int) -> Ledger:
         """Returns the ledger of micro-batches of another size: activations are as many times as large."""

@@ -1,5 +1,7 @@
 """A step followed on the meta device holds what the same step holds on a real one."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from halfstep.core.errors import ConfigError
 from halfstep.core.host import describe_cpu
 from halfstep.core.policy import Policy
 from halfstep.torch import AdamW, prepare
+from halfstep.torch.planning.ledger import ROUND, rounded
 from halfstep.torch.planning.step import of_factory, of_recipe
 from halfstep.torch.planning.timing import time_work
 from halfstep.torch.planning.tracker import Trace, Tracker
@@ -44,7 +47,8 @@ def test_it_holds_what_a_real_step_holds_on_a_cpu(policy):
         for _ in range(2):
             run.step(loss, [tokens])
     real = sum(trace.ledger.allocations[key].nbytes for key in trace.ledger.at_peak())
-    assert peak(traced) == pytest.approx(real, rel=0.02)  # the batch itself, made in another order
+    # The four numbers of the loss scale are made on the host: no operation of the meta device makes them.
+    assert 0 <= real - peak(traced) <= 4 * ROUND
 
 
 @pytest.mark.prove
@@ -52,11 +56,23 @@ def test_the_roles_of_a_recipe_add_up():
     config = load("tiny", [*SMALL, "training.batch=32", "optimizer.name=adamw"])
     traced = of_recipe(config, Policy.parse("bf16-mixed,param=fp32:split"), H200)
     found, numbers = traced.ledger.by_role(traced.role), config.model.num_parameters
-    assert found["moments"] == pytest.approx(8 * numbers, rel=0.2)  # and a count of steps each, in blocks of 512
+    sizes = [math.prod(parameter.shape) for parameter in traced.parameters]
+    assert found["moments"] == sum(2 * rounded(4 * size) + ROUND for size in sizes)  # and a count of steps each
     assert found["weights"] + found["masters"] >= 4 * numbers
     assert found["logits"] >= 32 * 64 * 512 * 2
     flops = sum(work.flops for work in traced.work)
-    assert flops == pytest.approx(32 * 64 * flops_per_token(config.model), rel=0.05)  # flash backward counts 2.5
+    again = sum(w.flops for w in traced.work if w.kind == "attention" and w.phase == "backward") // 5
+    assert flops - again == 32 * 64 * flops_per_token(config.model)  # fused attention makes its scores anew
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed"])
+def test_logits_are_told_from_what_an_mlp_holds_if_both_are_as_wide(policy):
+    """A vocabulary as wide as the MLP, as `golf` has it: more layers hold more, and no more logits."""
+    same = [*SMALL, "model.vocabulary=128", "optimizer.name=adamw"]
+    two, four = (of_recipe(load("tiny", [*same, f"model.layers={n}"]), Policy.parse(policy), H200) for n in (2, 4))
+    logits = [each.ledger.by_role(each.role)["logits"] for each in (two, four)]
+    assert logits[0] == logits[1] > 0
 
 
 @pytest.mark.prove
@@ -64,7 +80,10 @@ def test_activations_grow_with_the_batch_and_nothing_else_does():
     four, eight = (of_recipe(load("tiny", [*SMALL, f"training.batch={n}"]), Policy.parse("bf16-mixed"), H200)
                    for n in (4, 8))  # fmt: skip
     scaled = four.with_batch(8).by_role(four.role)
-    assert sum(scaled.values()) == pytest.approx(peak(eight), rel=0.01)
+    # What is not scaled: the batches, and what may be no activation because it is small.
+    at_peak = [four.ledger.allocations[key] for key in four.ledger.at_peak()]
+    small = [a.nbytes for a in at_peak if a.phase in ("forward", "backward") and a.nbytes <= ROUND * 4]
+    assert 0 <= peak(eight) - sum(scaled.values()) <= sum(small) + rounded(2 * 4 * 65 * 8)
 
 
 @pytest.mark.prove
