@@ -67,7 +67,7 @@ def test_the_roles_of_a_recipe_add_up():
 
 @pytest.mark.prove
 @pytest.mark.parametrize("policy", ["fp32", "bf16-mixed"])
-def test_logits_are_told_from_what_an_mlp_holds_if_both_are_as_wide(policy):
+def test_logits_are_not_what_an_mlp_holds_if_both_are_as_wide(policy):
     """A vocabulary as wide as the MLP, as `golf` has it: more layers hold more, and no more logits."""
     same = [*SMALL, "model.vocabulary=128", "optimizer.name=adamw"]
     two, four = (of_recipe(load("tiny", [*same, f"model.layers={n}"]), Policy.parse(policy), H200) for n in (2, 4))
