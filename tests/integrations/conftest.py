@@ -1,0 +1,19 @@
+"""What the tests of integrations share."""
+
+import io
+import logging
+
+import pytest
+
+
+@pytest.fixture
+def log():
+    """What the packages of others log during a test."""
+    written = io.StringIO()
+    handler = logging.StreamHandler(written)
+    loggers = [logging.getLogger(), logging.getLogger("transformers")]  # the latter passes nothing on
+    for logger in loggers:
+        logger.addHandler(handler)
+    yield written
+    for logger in loggers:
+        logger.removeHandler(handler)
