@@ -14,12 +14,6 @@ from halfstep.jax import init, make_step
 VOCABULARY, LENGTH, WIDTH, STEPS = 16, 8, 32, 100
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, **_: object) -> jax.Array:
-    """Computes attention with softmax in fp32. Flax's own uses the dtype of the stream, and is refused."""
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
-    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores).astype(q.dtype), v)
-
-
 class Reverser(nn.Module):
     """Embeddings of tokens and positions, one block of attention and MLP, and a head."""
 
@@ -28,7 +22,7 @@ class Reverser(nn.Module):
         """Returns the logits of every position."""
         positions = self.param("positions", nn.initializers.normal(0.1), (LENGTH, WIDTH))
         x = nn.Embed(VOCABULARY, WIDTH, name="embed")(tokens) + positions
-        x = x + nn.MultiHeadDotProductAttention(4, attention_fn=attend)(nn.LayerNorm()(x))
+        x = x + nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(x))
         h = nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x)))
         return nn.Dense(VOCABULARY, name="head")(x + nn.Dense(WIDTH)(h))
 
@@ -37,8 +31,8 @@ MODEL = Reverser()
 
 
 def loss_fn(params: dict, tokens: jax.Array) -> jax.Array:
-    """Returns the mean loss of writing the tokens backwards, in fp32."""
-    logits = MODEL.apply({"params": params}, tokens).astype(jnp.float32)
+    """Returns the mean loss of writing the tokens backwards."""
+    logits = MODEL.apply({"params": params}, tokens)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, ::-1]).mean()
 
 

@@ -42,7 +42,8 @@ def _modules(applied: Applied) -> Iterator[str]:
             form += f", multiplies in {x}, with gradients in {g}"
         groups.setdefault(f"{form}, weight gradients in {precision.grad_weight}", {})[owner(name)] = None
     for form, names in groups.items():
-        yield f"  {len(names)} modules ({some([*names])}): {form}"
+        word = "module" if len(names) == 1 else "modules"
+        yield f"  {len(names)} {word} ({some([*names])}): {form}"
 
 
 def _masters(applied: Applied, trained: Mapping[str, Any]) -> Iterator[str]:
