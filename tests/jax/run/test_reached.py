@@ -75,8 +75,8 @@ def test_rules_show_in_the_list_and_in_the_summary(step):
     lines = summary(state).splitlines()
     assert lines[0] == str(state.policy)
     assert "  2 modules (embed, gain): computes in bf16, weight gradients in fp32" in lines
-    assert any(line.startswith("  1 modules (up): computes in bf16, multiplies in e4m3:row") for line in lines)
-    assert "  1 modules (down): computes in fp32, weight gradients in fp32" in lines
+    assert any(line.startswith("  1 module (up): computes in bf16, multiplies in e4m3:row") for line in lines)
+    assert "  1 module (down): computes in fp32, weight gradients in fp32" in lines
     assert "  masters: 4 parameters, 164 numbers, in fp32 (emulated), moments in fp32" in lines
     assert "  gradients: summed in fp32; loss scale: none; not finite: skipped" in lines
 
