@@ -53,6 +53,7 @@ class Kept:
         self.policy = run.policy
         self.counts = run.num_applied, run.skipped
         self.scale_state = run.scale_state
+        self.wrappers = run.found_wrappers  # DDP takes what is to be sent once, and both send the same
         self.averages: dict[str, Tensor] = {} if run.averages is None else run.averages.named()
         self.amaxes: dict[str, Tensor] = {} if run.amaxes is None else run.amaxes.named()
         measured = None if run.conversion is None else run.conversion.measured
@@ -61,6 +62,7 @@ class Kept:
     def put_back(self, run: RunParts) -> None:
         """Gives it to the run under its new policy; amaxes of layers that both delay are among it."""
         run.num_applied, run.skipped = self.counts
+        run.found_wrappers = self.wrappers
         if run.policy.scale == self.policy.scale:
             run.scale_state = self.scale_state
         pairs = [(run.averages, self.averages), (run.amaxes, self.amaxes)]

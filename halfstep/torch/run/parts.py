@@ -64,7 +64,7 @@ class RunParts:
         self.averages: Averages | None = None
         self.sharded: Sharded | None = None  # by FSDP, after it was prepared
         self.num_copies = 0  # ranks that have the same shard; 0 if parameters are not sharded
-        self._wrappers: list[weakref.ref[Any]] = []  # DDP modules around the model
+        self.found_wrappers: list[weakref.ref[Any]] = []  # DDP modules around the model
         self.skipped: Tensor | None = None  # whether the last update was; None before the first
         self._decay, self._warns, self._seed = ema, warns, seed
         self._hold(optimizers)
@@ -169,11 +169,11 @@ class RunParts:
 
     def wrappers(self) -> list[Any]:
         """Returns the DDP modules around the model, which send what the policy says since they were found."""
-        wrappers = [wrapper for ref in self._wrappers if (wrapper := ref()) is not None]
+        wrappers = [wrapper for ref in self.found_wrappers if (wrapper := ref()) is not None]
         if wrappers or self.averages_all():
             return wrappers
         wrappers = wrappers_of(self.model)
-        self._wrappers = [*map(weakref.ref, wrappers)]
+        self.found_wrappers = [*map(weakref.ref, wrappers)]
         if self.policy.reduce != FP32:
             for wrapper in wrappers:
                 wrapper.register_comm_hook(None, averaging_hook(dtype_of(self.policy.reduce)))

@@ -33,14 +33,15 @@ def test_split_masters_are_whole_shards_under_fsdp(ranks):
 
 
 def change_policy_between(policies):
-    """Two steps under the first policy and one under each of the others; refusals, and the weights."""
+    """Two steps under the first policy, one under each of the others; None changes nothing. Also a refusal."""
     model = jobs.net()
     run = prepare(model, policies[0], clip_norm=1.0)
     wrapped = DistributedDataParallel(model) if torch.distributed.is_initialized() else model
     run.attach(jobs.OPTIMIZERS["ours"](model.parameters()))
     results = [run.step(jobs.loss_of(wrapped), jobs.batches(step, 1)) for step in range(2)]
     for step, policy in enumerate(policies[1:], 2):
-        run.change_policy(policy)
+        if policy is not None:
+            run.change_policy(policy)
         results.append(run.step(jobs.loss_of(wrapped), jobs.batches(step, 1)))
     rows = [(float(r.loss), float(r.grad_norm), float(r.scale), bool(r.skipped)) for r in results]
     try:
@@ -51,13 +52,21 @@ def change_policy_between(policies):
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("policy", [SPLIT, "bf16-mixed,reduce=bf16"])
-def test_two_ranks_change_their_policy_as_one_unless_ddp_would_have_to_know(ranks, policy):
-    policies = (policy, f"{policy},norm=bf16", policy)
+def test_two_ranks_change_their_policy_as_one_unless_ddp_would_have_to_know(ranks):
+    policies = (SPLIT, f"{SPLIT},norm=bf16", SPLIT)
     *alone, _ = change_policy_between(policies)
     results = ranks(change_policy_between, 2, policies)
-    assert_same(policy, tuple(alone), [tuple(each) for *each, _ in results])
+    assert_same(SPLIT, tuple(alone), [tuple(each) for *each, _ in results])
     assert all("when it wrapped the model" in message for *_, message in results)
+
+
+@pytest.mark.prove
+def test_a_change_of_policy_leaves_what_ddp_sends(ranks):
+    policy = "bf16-mixed,reduce=bf16"
+    changed, kept = (ranks(change_policy_between, 2, (policy, other, other)) for other in (policy, None))
+    for (rows, weights, _), (others, before, _) in zip(changed, kept, strict=True):
+        assert rows == others
+        assert all(torch.equal(weight, before[name]) for name, weight in weights.items())
 
 
 def sent_in_a_step(policy):
