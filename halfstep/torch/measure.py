@@ -133,7 +133,7 @@ def time_layer(
             for run, seconds in zip(runs, taken, strict=True):
                 if work.compiled and work.device.type == "cuda":
                     with torch.cuda.device(work.device):  # the events are of its stream
-                        seconds.append(_device_seconds(run, count))
+                        seconds.append(device_seconds(run, count))
                 else:
                     begun = clock()
                     run(count)
@@ -246,7 +246,7 @@ def _fp8(a: Tensor, b: Tensor, fmt: Format) -> Callable[[], Tensor]:
     return lambda: torch._scaled_mm(lp_a, lp_b, one, one, out_dtype=torch.bfloat16)
 
 
-def _device_seconds(run: Run, count: int) -> float:
+def device_seconds(run: Run, count: int) -> float:
     """Returns the GPU seconds of each pass. They are queued behind a pause, so that none waits for the host."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()

@@ -110,7 +110,7 @@ def test_launch_time_of_the_host_does_not_count():
             x.mul_(1.0)
 
     run(3)
-    assert module._device_seconds(run, 10) < 0.0005
+    assert module.device_seconds(run, 10) < 0.0005
 
 
 @CUDA

@@ -76,10 +76,8 @@ class Machine:
     """Bytes per second, each way, of a GPU's share of the network."""
     gpus: int = 1
     """GPUs of one machine."""
-    launch: float = 8e-6
-    """Seconds that the host takes for an operation outside of compiled code."""
-    timed_launch: bool = False
-    """Whether that was timed on this machine."""
+    launch: tuple[float, float] = (4e-6, 16e-6)
+    """Seconds that the host takes for an operation outside of compiled code, from and to."""
     reached: Reached = Reached()
     """Shares of the numbers above that programs reach."""
     timed: tuple[Timed, ...] = ()

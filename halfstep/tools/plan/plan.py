@@ -154,9 +154,8 @@ def _planned(
     flops = sum(w.flops * times for w, times in work)
     sent = _sent(traced.parameters, policy, job)
     computing, timed = _computing(work, machine)
-    launching = machine.launch * sum(times for w, times in work if not compiled or w.phase == "update")
-    slack = 1.0 if machine.timed_launch else 2.0  # hosts differ
-    computing = (max(computing[0], launching / slack), max(computing[1], slack * launching))
+    launched = sum(times for w, times in work if not compiled or w.phase == "update")
+    computing = (max(computing[0], launched * machine.launch[0]), max(computing[1], launched * machine.launch[1]))
     wire = _wire_seconds(sent, machine, job)
     # At best everything is sent while it computes, at worst nothing is.
     seconds = (max(computing[0], wire[0]), computing[1] + wire[1])

@@ -13,12 +13,11 @@ from halfstep.core.formats import TF32, parse
 from halfstep.core.measure import BUDGET
 from halfstep.torch import memory
 from halfstep.torch.dtypes import as_device, dtype_of
-from halfstep.torch.measure import measure
+from halfstep.torch.measure import device_seconds, measure
 from halfstep.torch.planning.tracker import ATTENTION, Like, Work
 
 COPIED = 2**26  # numbers that are copied to time the memory
 ROUNDS, REPEATS = 5, 5
-AHEAD = 6  # fills of that size before each round: half a millisecond
 TOKENS = 64  # different indexes; no vocabulary is smaller
 INDEXED = ("embedding", "nll_loss")  # operations that take them
 
@@ -103,28 +102,17 @@ def _attention(item: Work, device: torch.device) -> float:
 
 
 def _time(run: Callable[[], Any], device: torch.device) -> float:
-    if device.type == "cuda":
-        return _time_on_gpu(run)
+    def repeat(count: int) -> None:
+        for _ in range(count):
+            run()
+
     taken = []
     for _ in range(ROUNDS + 1):
-        begun = time.perf_counter()
-        kept: Any = run()
-        taken.append(time.perf_counter() - begun)
-    del kept
-    return median(taken[1:])
-
-
-def _time_on_gpu(run: Callable[[], Any]) -> float:
-    """Returns the seconds of the device: the host is ahead, as it is in a step of large operations."""
-    taken, busy = [], torch.empty(COPIED, device="cuda")
-    for _ in range(ROUNDS + 1):
-        for _ in range(AHEAD):
-            busy.fill_(0.0)
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begun.record()
-        for _ in range(REPEATS):
+        if device.type == "cuda":
+            with torch.cuda.device(device):  # the events are of its stream
+                taken.append(device_seconds(repeat, REPEATS))
+        else:
+            begun = time.perf_counter()
             run()
-        ended.record()
-        ended.synchronize()
-        taken.append(begun.elapsed_time(ended) / 1e3 / REPEATS)
+            taken.append(time.perf_counter() - begun)
     return median(taken[1:])

@@ -60,7 +60,9 @@ def test_a_batch_that_does_not_fit_names_the_largest_that_does():
 
 @pytest.mark.prove
 def test_timed_shapes_make_a_number_of_a_range():
-    machine = Machine("M", "nvidia", 10**11, 1e12, Rates(fp32=1e13, bf16=1e14), capability=(9, 0), launch=0.0)
+    machine = Machine(
+        "M", "nvidia", 10**11, 1e12, Rates(fp32=1e13, bf16=1e14), capability=(9, 0), launch=(0.0, 0.0)
+    )
     config = load("tiny", SMALL)
     low, high = plan_recipe(config, BF16, machine, 1, 0.0).seconds
     assert low < high
