@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/$(VENV)/.jax
 PYTEST := -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: train test check check-tests prove lint format bench docs clean
+.PHONY: train test check check-tests prove lint format bench docs site site-serve clean
 
 # Train a small transformer, in a precision chosen by measurement: `make train`,
 # `make train RECIPE=gpt2 ARGS='--out x'`, `make train BACKEND=jax`.
@@ -72,12 +72,23 @@ docs: $(VENV)/.dev
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/models.py
 
+# Build the site of docs/ into site/, without a network; a link or an anchor that leads nowhere is an error, and so is a
+# page that the navigation of mkdocs.yml lacks.
+site: $(VENV)/.site
+	rm -rf site
+	$(BIN)/zensical build --clean --strict
+	$(BIN)/python docs/check.py site
+
+# Show the site while you write; pages load again when their files change.
+site-serve: $(VENV)/.site
+	$(BIN)/zensical serve
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) site
 
 # One stamp per set of extras, made again when the files it depends on change. pip makes bytecode on one core: for tests, all
 # cores make it; otherwise it is made of what is imported, when it is.
-$(VENV)/.torch $(VENV)/.jax $(VENV)/.mlx: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.torch $(VENV)/.jax $(VENV)/.mlx $(VENV)/.site: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[$*]'
 	touch $@
 

@@ -22,6 +22,6 @@ def test_the_page_is_current():
 
 def test_make_docs_writes_every_page_that_code_writes():
     target = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\ndocs:")[2].partition("\n\n")[0]
-    generators = {path.name for path in (ROOT / "docs").glob("*.py")}
-    assert generators == {"generate.py", "models.py"}
+    generators = {path.name for path in (ROOT / "docs").glob("*.py")} - {"check.py"}  # which reads the built site
+    assert generators >= {"generate.py", "models.py"}
     assert all(f"python docs/{name}\n" in f"{target}\n" for name in generators)
