@@ -6,19 +6,24 @@ python docs/generate.py
 import ast
 import dataclasses
 import inspect
+import re
 import textwrap
 import types
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
+from halfstep.cli.app import app
 from halfstep.config.run import RunConfig
 from halfstep.config.schema import rows
+from halfstep.core import policy, roles, rules
 from halfstep.core.audit.engine import registry
-from halfstep.core.formats import NAMED
+from halfstep.core.formats import NAMED, Format
 from halfstep.core.policy import NOT_OFFERED, OTHER_NAMES, PRESETS
 from halfstep.core.roles import ROLES, print_value
+from halfstep.core.scaling import LAWS, Scale
+from halfstep.training.telemetry import events as telemetry
 
 HERE = Path(__file__).parent
 
@@ -50,6 +55,9 @@ API = {
         *("prepare", "audit", "Run", "StepResult", "AdamW", "Muon", "CastedLinear", "Norm"),
         *("casts_for", "linear", "attention", "layer_norm", "rms_norm", "softmax", "cross_entropy", "quantize"),
     ],
+    "halfstep.integrations.accelerate": ["Accelerator"],
+    "halfstep.integrations.transformers": ["Trainer", "PolicyMixin"],
+    "halfstep.integrations.lightning": ["HalfstepPrecision", "Fabric"],
 }
 # The methods a page shows, of the classes whose methods a user calls; None is every public one.
 METHODS: dict[str, list[str] | None] = {
@@ -60,6 +68,11 @@ METHODS: dict[str, list[str] | None] = {
     "Monitor": ["layers", "layer_numbers", "weight_numbers"],
     "AdamW": ["set_factor"],
     "Muon": ["set_factor", "set_momentum"],
+    # Of a framework's class, what it does not have by itself.
+    "Accelerator": ["run", "skipped", "evaluation", "summary"],
+    "PolicyMixin": ["run", "summary"],
+    "HalfstepPrecision": ["run", "skipped", "summary"],
+    "Fabric": ["run_of"],
 }
 INTERNAL = {
     "Run": {"scalars", "places", "watch_optimizers", "measure_next"}
@@ -110,6 +123,48 @@ Records and pages have the preset's name, and the summary of a run says what a n
 """
 
 
+def plain(module: types.ModuleType) -> str:
+    """Returns the docstring of a module after its first paragraph, without references to code."""
+    text = (module.__doc__ or "").partition("\n\n")[2].rstrip()
+    return re.sub(r" \((?:[a-z_]+\.[a-z_]+|[A-Z_]+)\)", "", text)
+
+
+def grammar() -> str:
+    """Returns how a policy is written, from the modules that read it."""
+    values = plain(roles).partition("The kinds of value are")[0].rstrip()  # the rest is about the code
+    lines = [[f"`{name}`", *_values(role), "yes" if role.in_rules else "no"] for name, role in ROLES.items()]
+    parts = ["## How a policy is written", plain(policy), "### Rules", plain(rules), "### Values", values]
+    return "\n\n".join([*parts, table(["role", "values", "modifiers", "in rules"], lines)]) + "\n"
+
+
+def _values(role: roles.Role) -> tuple[str, str]:
+    """Returns the values that a role may have, and their modifiers."""
+    if role.kind is Scale:
+        modifiers = "; ".join(f"`{law.word}`: {words}" for law in LAWS if (words := _modifiers(law)))
+        return ", ".join(f"`{law.word}`" for law in LAWS), modifiers
+    if role.kind is bool:
+        return "`true`, `false`", ""
+    formats = ", ".join(f"`{name}`" for name in role.allowed or ()) or "any format"
+    reason = f"; no other, because {role.reason}" if role.reason else ""
+    return formats + reason, "" if role.kind is Format else _modifiers(role.kind)
+
+
+def _modifiers(kind: type) -> str:
+    """Returns the words that may follow a value, with the comments of the fields that they set."""
+    source = inspect.getsource(kind)
+    words = []
+    for name, key, hint, default in roles.grammar(kind):
+        if hint is bool:
+            word = f"`{key}`"
+        elif get_origin(hint) is Literal:
+            word = " or ".join(f"`{choice}`" for choice in get_args(hint))
+        else:
+            word = f"`{key}={default:.12g}`"
+        comment = re.search(rf"^    {name}:[^#\n]*  # (.*)$", source, flags=re.M)
+        words.append(word + (f": {comment[1]}" if comment else ""))
+    return "; ".join(words)
+
+
 def policies() -> str:
     """Returns the page of roles and presets."""
     lines = [
@@ -121,9 +176,11 @@ def policies() -> str:
     lines.append(["rules", "other values for some modules", *(_rules(p.rules) for p in PRESETS.values())])
     return (
         "# Roles and presets\n\nA policy assigns one format to each role; a preset is a column of this table. "
-        "Generated from `halfstep/core/roles.py` and `halfstep/core/policy.py`, which explain how to write a "
-        "policy.\n\n" + table(["role", "what it is", *PRESETS], lines) + "\n\n"
-        f"{AUTO}\n{SCALE}\n{OTHERS}\n" + table(["name", "read as", "as in"], names) + "\n"
+        "Generated from `halfstep/core/roles.py`, `policy.py` and `rules.py`.\n\n"
+        + table(["role", "what it is", *PRESETS], lines)
+        + f"\n\n{grammar()}\n{AUTO}\n{SCALE}\n{OTHERS}\n"
+        + table(["name", "read as", "as in"], names)
+        + "\n"
     )
 
 
@@ -190,7 +247,40 @@ def api() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-PAGES = {"settings.md": settings, "policies.md": policies, "formats.md": formats, "api.md": api, "audit.md": audit}
+CLI = """# Command line
+
+What `--help` of each command says. Data is printed on stdout and messages on stderr; `--json` prints the data as
+JSON. Exit codes: 0 for success, 1 if a problem was found, 2 for what cannot be done, with the remedy, and 130 for
+Ctrl-C. The settings that `--set` takes are on [their own page](settings.md).
+"""
+
+
+def cli() -> str:
+    """Returns the reference of the command line: what `--help` of every command says."""
+    text = app.generate_docs()
+    commands = text.partition("**Commands**:")[2]
+    return CLI + "\n".join(line.rstrip() for line in commands.splitlines()) + "\n"
+
+
+def events() -> str:
+    """Returns the page of events: what `events.jsonl` holds."""
+    first, listed, *rest = plain(telemetry).split("\n\n")
+    entries = re.findall(r"^    (\w+) +(.*(?:\n {8,}.*)*)", listed, flags=re.M)
+    lines = [[f"`{kind}`", " ".join(fields.split())] for kind, fields in entries]
+    closing = "What the report and the loggers show of it: [what a run records](logging.md)."
+    parts = ["# Events", "`events.jsonl` is the record of a run, one JSON object per line.", first]
+    return "\n\n".join([*parts, table(["event", "fields"], lines), *rest, closing]) + "\n"
+
+
+PAGES = {
+    "api.md": api,
+    "audit.md": audit,
+    "cli.md": cli,
+    "events.md": events,
+    "formats.md": formats,
+    "policies.md": policies,
+    "settings.md": settings,
+}
 
 
 def _entry(name: str, what: Any) -> Iterator[str]:

@@ -190,7 +190,7 @@ def print_value(value: Value) -> str:
 def _modifiers(value: Any) -> list[str]:
     words = []
     kind_of_value: Any = type(value)
-    for name, key, kind, default in _grammar(kind_of_value):
+    for name, key, kind, default in grammar(kind_of_value):
         current = getattr(value, name)
         if current == default:
             continue
@@ -208,7 +208,7 @@ def _print_number(number: float) -> str:
 
 
 @cache
-def _grammar(kind: Any) -> tuple[tuple[str, str, Any, Any], ...]:
+def grammar(kind: Any) -> tuple[tuple[str, str, Any, Any], ...]:
     """Returns (field, key in the text, type, default) of each modifier of a kind of value."""
     hints = get_type_hints(kind)
     rows = [field for field in fields(kind) if field.name != "format"]
@@ -242,7 +242,7 @@ def _read(kind: type, text: str) -> Value:
 def _read_modifiers(kind: type, words: list[str]) -> dict[str, Any]:
     flags: dict[str, tuple[str, Any]] = {}
     numbers: dict[str, tuple[str, type]] = {}
-    for name, key, hint, _ in _grammar(kind):
+    for name, key, hint, _ in grammar(kind):
         if hint is bool:
             flags[key] = (name, True)
         elif get_origin(hint) is Literal:

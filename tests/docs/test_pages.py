@@ -33,7 +33,14 @@ def generate():
     return module_at(ROOT / "docs" / "generate.py")
 
 
-@pytest.mark.parametrize("name", ["settings.md", "policies.md", "formats.md", "api.md", "audit.md"])
+GENERATED = {"api.md", "audit.md", "cli.md", "events.md", "formats.md", "policies.md", "settings.md"}
+
+
+def test_every_page_that_is_generated_is_tested(generate):
+    assert generate.PAGES.keys() == GENERATED
+
+
+@pytest.mark.parametrize("name", sorted(GENERATED))
 def test_a_page_is_current(name, generate):
     page = generate.PAGES[name]()
     assert (ROOT / "docs" / name).read_text(encoding="utf-8") == page, "run `python docs/generate.py`"
@@ -59,6 +66,20 @@ def test_paths_and_tests_that_a_page_names_exist(page):
     tests = "\n".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/*.py"))
     for name in re.findall(r"\btest_\w+(?=`| |$)", text):
         assert f"def {name}(" in tests or any(ROOT.glob(f"tests/**/{name}.py")), name
+
+
+def test_the_page_of_events_has_every_kind_that_is_written():
+    code = "\n".join(path.read_text(encoding="utf-8") for path in ROOT.glob("halfstep/training/**/*.py"))
+    kinds = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "events.md").read_text("utf-8"), flags=re.M))
+    written = set(re.findall(r'events\.write\(\s*"(\w+)"', code))
+    assert {"start", "step", "end"} <= written <= kinds
+
+
+def test_the_page_of_examples_has_every_example():
+    text = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+    assert set(re.findall(r'^--8<-- "examples/(.+)"$', text, flags=re.M)) == {
+        path.name for path in (ROOT / "examples").iterdir() if path.is_file()
+    }
 
 
 def test_the_readme_examples_run_and_say_what_is_true(capsys):
