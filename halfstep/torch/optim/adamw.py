@@ -77,6 +77,11 @@ class Optimizer(torch.optim.Optimizer):
         self.moments = _by_name(moments, self.names, parse)
         self.given = {p: self.moments[name] for p, name in self.names.items() if name in self.moments}
 
+    @property
+    def note(self) -> str:
+        """What a summary says of how updates are computed."""
+        return ""
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch does. A prepared run takes new parameters only if its model has them."""
         super().add_param_group(param_group)

@@ -92,7 +92,11 @@ class HalfstepDriver(Driver):
     """Steps an optimizer of ours, which takes the flag as an argument."""
 
     optimizer: Optimizer
-    cost = "no sync"
+
+    @property
+    def cost(self) -> str:
+        """What a step costs besides its arithmetic, and how an optimizer that has a choice computes it."""
+        return f"no sync; {self.optimizer.note}" if self.optimizer.note else "no sync"
 
     def check(self, grads: Grads) -> None:
         """Refuses gradients that are not dense."""

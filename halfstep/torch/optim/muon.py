@@ -1,15 +1,13 @@
 """Muon (Jordan et al.), for matrices, with explicit formats for masters and moments.
 
-The update is the momentum with its singular values pushed to one by five Newton-Schulz steps,
-
-    X <- a X + (b A + c A^2) X,    A = X X^T,    times sqrt(max(1, rows / columns))
-
-Matrices of one shape go through them in one batch, a tall one transposed: A is the smaller of the two products.
-Only the steps are not fp32: they run in the policy's compute format, emulated if the policy is. The ranks of a job
-share them: each takes some of the matrices (owners.py).
+The update is the momentum with its singular values pushed to one by five Newton-Schulz steps (newton_schulz.py),
+times sqrt(max(1, rows / columns)). Matrices of one shape go through them in one batch, or in several of at most
+CHUNK numbers: what a step needs beside the state does not grow with the model. Only the steps are not fp32: they
+run in the policy's compute format, emulated if the policy is. The ranks of a job share them: each takes some of
+the matrices (owners.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,14 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from halfstep.config.groups import NEWTON_SCHULZ
 from halfstep.core.formats import FP32, Format, parse
-from halfstep.torch.cast import carried
 from halfstep.torch.dtypes import dtype_of
 from halfstep.torch.optim.adamw import Grads, Optimizer, Params
 from halfstep.torch.optim.masters import Masters
-from halfstep.torch.optim.owners import work_on_owned
+from halfstep.torch.optim.newton_schulz import orthogonalize, why_torch
+from halfstep.torch.optim.owners import Work, work_on_owned
 from halfstep.torch.shards import is_shard, local
+
+# Numbers of matrices that are updated at once, unless one has more: of each, some 25 bytes are held meanwhile.
+CHUNK = 2**25
 
 
 class Muon(Optimizer):
@@ -71,6 +71,15 @@ class Muon(Optimizer):
         """Sets every group's momentum to a device scalar: our schedules count updates on the device."""
         self._momentum = momentum
 
+    @property
+    def note(self) -> str:
+        """How the iteration is computed, and why."""
+        device = self.param_groups[0]["params"][0].device
+        why = "the policy emulates" if self.emulate else why_torch(device, dtype_of(self.iteration))
+        return (
+            f"Newton-Schulz in {self.iteration}, symmetric products by {f'torch: {why}' if why else 'our kernel'}"
+        )
+
     @torch.no_grad()
     def update(self, grads: Grads, found_inf: Tensor | None, scale: Tensor | None) -> None:
         """Updates every matrix that has a gradient, unless `found_inf` is 1."""
@@ -82,7 +91,8 @@ class Muon(Optimizer):
                 if id(p) in grads:
                     by_shape.setdefault(p.shape, []).append(p)
             kept = group["momentum"] if self._momentum is None else self._momentum
-            batches += [(params, _Batch(group, kept, grads, scale, self.state)) for params in by_shape.values()]
+            batch = _Batch(group, kept, grads, scale, self.state)
+            batches += [(params, batch) for alike in by_shape.values() for params in chunks(alike)]
         work = partial(orthogonalize, iteration=self.iteration, emulate=self.emulate)
         updates: Mapping[int, Tensor] = {}
         if batches and (self._shares or is_shard(batches[0][0][0])):
@@ -90,34 +100,47 @@ class Muon(Optimizer):
             inputs = [batch.directions for _, batch in batches]
             updates = work_on_owned([params for params, _ in batches], inputs, work, out)
         for params, batch in batches:
-            old, momentum, direction = batch.momenta(params)
-            update = torch.stack([updates[id(p)] for p in params]) if updates else work(direction)
-            self._update(params, batch.group, old, momentum, update, found_inf)
+            self._update(params, batch, updates, work, found_inf)
 
     def _update(
         self,
         params: list[Tensor],
-        group: dict[str, Any],
-        old: Tensor,
-        momentum: Tensor,
-        update: Tensor,
+        batch: "_Batch",
+        updates: Mapping[int, Tensor],
+        work: Work,
         found_inf: Tensor | None,
     ) -> None:
+        """Updates matrices of one shape, whose directions are orthogonalized here unless `updates` has them."""
+        momentum, direction = batch.momenta(params)
+        update = torch.stack([updates[id(p)] for p in params]) if updates else work(direction)
+        del direction
+        # Copied, not cast: what comes of a tall matrix is transposed, and the lists below want one layout.
+        moved = torch.empty(update.shape, device=update.device).copy_(update)
         rows, columns = params[0].shape
-        update = update.float() * max(1.0, rows / columns) ** 0.5
-        applied = torch.ones((), device=update.device) if found_inf is None else 1 - found_inf
-        # where, not a product: zero times NaN is NaN
-        momentum = torch.where(applied > 0, momentum, old)
-        update = torch.where(applied > 0, update, 0.0)
-        rate = self.rate_of(group)
-        decay = 1 - applied * rate * group["weight_decay"]
+        if rows > columns:
+            moved *= (rows / columns) ** 0.5
         states = [self.state[p] for p in params]
-        wide = [*map(local, self.masters.wide(params))]
-        for state, w, m, u in zip(states, wide, momentum, update, strict=True):
-            state["step"] += applied
-            local(state["momentum"]).copy_(m)
-            w.mul_(decay).sub_(rate * u)
-        self.masters.put(params, wide, [state["step"] for state in states])
+        momenta, steps = [local(state["momentum"]) for state in states], [state["step"] for state in states]
+        applied = torch.ones((), device=moved.device)
+        if found_inf is not None:
+            # Filled and chosen, not multiplied: zero times NaN is NaN.
+            applied, skipped = 1 - found_inf, found_inf > 0
+            moved.masked_fill_(skipped, 0.0)
+            momentum = torch.where(skipped, torch.stack(momenta), momentum)
+        torch._foreach_add_(steps, applied)
+        torch._foreach_copy_(momenta, momentum.unbind())
+        wide, rate = [*map(local, self.masters.wide(params))], self.rate_of(batch.group)
+        torch._foreach_mul_(wide, 1 - applied * rate * batch.group["weight_decay"])
+        torch._foreach_sub_(wide, moved.mul_(rate).unbind())
+        self.masters.put(params, wide, steps)
+
+
+def chunks(alike: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yields matrices of one shape in lists of about one length, each of one matrix or at most CHUNK numbers."""
+    parts = -(-len(alike) // max(1, CHUNK // max(1, alike[0].numel())))
+    each = -(-len(alike) // parts)
+    for start in range(0, len(alike), each):
+        yield list(alike[start : start + each])
 
 
 class _Batch(NamedTuple):
@@ -129,32 +152,15 @@ class _Batch(NamedTuple):
     scale: Tensor | None
     state: Mapping[Tensor, Mapping[str, Tensor]]
 
-    def momenta(self, params: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the momenta before and after, and where they point (Nesterov): of what this rank has."""
-        given = torch.stack([local(self.grads[id(p)]).float() for p in params])
-        grads = given if self.scale is None else given * self.scale
-        old = torch.stack([local(self.state[p]["momentum"]) for p in params]).float()
-        momentum = self.kept * old + grads
-        return old, momentum, grads + self.kept * momentum
+    def momenta(self, params: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns the momenta after this step, and where they point (Nesterov): of what this rank has."""
+        grads = torch.stack([local(self.grads[id(p)]).float() for p in params])
+        if self.scale is not None:
+            grads *= self.scale
+        momentum = torch.stack([local(self.state[p]["momentum"]) for p in params]).float()
+        momentum.mul_(self.kept).add_(grads)
+        return momentum, grads.add_(self.kept * momentum)
 
     def directions(self, params: Sequence[Tensor]) -> Tensor:
         """Returns where the momenta point."""
-        return self.momenta(params)[2]
-
-
-def orthogonalize(matrices: Tensor, iteration: Format, steps: int = 5, *, emulate: bool = False) -> Tensor:
-    """Pushes the singular values of each matrix of a batch to about one, by Newton-Schulz."""
-    a, b, c = NEWTON_SCHULZ
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if tall else matrices
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    x = carried(x, iteration) if emulate else x.to(dtype_of(iteration))
-    for _ in range(steps):
-        if emulate:  # rounds what hardware would store
-            product = carried(x @ x.mT, iteration)
-            inner = carried(b * product + c * carried(product @ product, iteration), iteration)
-            x = carried(a * x + inner @ x, iteration)
-        else:
-            product = x @ x.mT
-            x = a * x + (b * product + c * (product @ product)) @ x
-    return x.mT if tall else x
+        return self.momenta(params)[1]

@@ -22,6 +22,12 @@ ROWS = {
     "rows": "i32",
     "eps": "fp32",
 }
+PRODUCT = {
+    **dict.fromkeys(("xs", "outs"), "*bf16"),
+    **dict.fromkeys(("size", "inner"), "i32"),
+    "b": "fp32",
+    "c": "fp32",
+}
 WIDE, NARROW = {"width": 768, "COLUMNS": 1024, "ROWS": 1}, {"width": 64, "COLUMNS": 64, "ROWS": 16}
 CASES = [
     ("adamw", "_count", ADAMW, {"COUNTED": 128}),
@@ -32,6 +38,8 @@ CASES = [
     ("normalize", "_forward", ROWS, {**NARROW, "GAIN": False, "BIAS": False, "CENTERED": False}),
     ("normalize", "_backward", ROWS, {**WIDE, "GAIN": True, "CENTERED": True}),
     ("normalize", "_backward", ROWS, {**NARROW, "GAIN": False, "CENTERED": False}),
+    ("symmetric", "_symmetric", PRODUCT, {"ADDS": False, "BLOCK": 128, "DEPTH": 64}),
+    ("symmetric", "_symmetric", PRODUCT, {"ADDS": True, "BLOCK": 128, "DEPTH": 64}),
 ]
 COMPILE = """
 import importlib, inspect, json, sys

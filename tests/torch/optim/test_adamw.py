@@ -8,9 +8,11 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP32
 from halfstep.core.roles import Param
 from halfstep.torch.cast import split
+from halfstep.torch.optim import muon, newton_schulz
 from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.optim.masters import Masters
-from halfstep.torch.optim.muon import Muon, orthogonalize
+from halfstep.torch.optim.muon import Muon
+from halfstep.torch.optim.newton_schulz import orthogonalize, why_torch
 from tests.refusals import refuses
 
 
@@ -243,6 +245,53 @@ def test_muon_is_the_same_one_by_one_and_in_batches():
         Muon([{"params": [(str(index), p)]}]).step({p: given[index]})
     for a, b in zip(together, alone, strict=True):
         torch.testing.assert_close(a, b, rtol=2.0**-20, atol=2.0**-20)
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_matrices_beyond_a_chunk_are_updated_in_several_batches_to_the_same_bits(monkeypatch, number):
+    sizes = []
+    real = muon.orthogonalize
+
+    def noted(matrices, **how):
+        sizes.append(len(matrices))
+        return real(matrices, **how)
+
+    def train(chunk):
+        sizes.clear()
+        monkeypatch.setattr(muon, "CHUNK", chunk)
+        monkeypatch.setattr(muon, "orthogonalize", noted)
+        params = [parameter(4, 8, seed=s) for s in range(5)]
+        optimizer = Muon(params, weight_decay=0.1)
+        for step in range(2):
+            optimizer.step(grads(params, step))
+        return [t.detach() for p in params for t in (p, *optimizer.state[p].values())], sizes[: len(sizes) // 2]
+
+    together, whole = train(2**20)
+    apart, taken = train(number * 32 + 31)
+    assert (whole, taken) == ([5], {1: [1] * 5, 2: [2, 2, 1], 5: [5]}[number])
+    assert all(map(torch.equal, together, apart))
+    assert train(1)[1] == [1] * 5  # a matrix is never divided
+
+
+def test_muon_says_how_its_products_are_computed_and_why():
+    assert Muon([parameter(2, 2)]).note == "Newton-Schulz in fp32, symmetric products by torch: no kernel for cpu"
+    gpu = torch.device("cuda", 0)
+    assert why_torch(gpu, torch.float32) in (
+        "Triton is not installed",
+        "the kernel multiplies bf16 and fp16, not float32",
+    )
+    emulated = Muon([parameter(2, 2)])
+    emulated.bind(Masters({}), {}, BF16, emulate=True)
+    assert emulated.note == "Newton-Schulz in bf16, symmetric products by torch: the policy emulates"
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernel"), [((7, 5), False), ((8, 0), True), ((9, 0), True), ((12, 0), True)]
+)
+def test_the_kernel_is_for_gpus_that_multiply_bf16(monkeypatch, capability, kernel):
+    monkeypatch.setattr(newton_schulz, "_capability", lambda device: capability)
+    monkeypatch.setattr(newton_schulz, "has_triton", lambda: True)
+    assert (not why_torch(torch.device("cuda", 0), torch.bfloat16)) == kernel
 
 
 WRONG = {
