@@ -9,7 +9,8 @@ backward pass is what inductor keeps. Of each graph, these have memory (as induc
 
 Other pointwise results are computed where they are read. A result that is read only by operations that one kernel
 can hold with it has no memory either. A buffer is freed after the last kernel that reads it; a pointwise kernel
-writes over a buffer of the same size that nothing reads any more.
+writes over a buffer of the same size that nothing reads any more, unless it is so long that inductor cuts it: its
+last part then writes over what the first part made, which is memory of its own.
 """
 
 import operator
@@ -27,7 +28,8 @@ from torch.utils.flop_counter import flop_registry
 from halfstep.torch.planning.ledger import rounded
 from halfstep.torch.planning.tracker import ATTENTION_BACKWARD, Tracker, Work, work_of
 
-READS, OPERATIONS = 4, 30  # inductor's realize_reads_threshold and realize_opcount_threshold
+# inductor's realize_reads_threshold, realize_acc_reads_threshold and realize_opcount_threshold
+READS, ALL_READS, OPERATIONS = 4, 8, 30
 _VIEWS = {
     "view", "_unsafe_view", "reshape", "permute", "t", "transpose", "expand", "slice", "select", "squeeze",
     "unsqueeze", "alias", "detach", "as_strided", "split", "split_with_sizes", "unbind", "diagonal",
@@ -103,7 +105,8 @@ class Kernels:
         self.roots: dict[fx.Node, fx.Node] = {}
         self.levels: dict[fx.Node, int] = {}
         self.reads: dict[fx.Node, frozenset[fx.Node]] = {}  # buffers that a node reads, itself if it is one
-        self.operations: dict[fx.Node, int] = {}
+        self.operations: dict[fx.Node, int] = {}  # to compute a node where it is read: 1 to load a buffer
+        self.cuts: dict[fx.Node, frozenset[int]] = {}  # bytes of the parts that inductor cuts a long kernel into
         self.sources: dict[fx.Node, frozenset[fx.Node]] = {}  # what the kernel that makes a buffer reads
         self.buffers: list[fx.Node] = []
         self.several: list[fx.Node] = []  # kernels with several results, which are buffers
@@ -127,19 +130,22 @@ class Kernels:
         given = [_root(n) for n in node.all_input_nodes]
         level = max((self.levels[n] for n in given), default=0)
         if node.op != "call_function":
-            self.levels[node], self.reads[node], self.operations[node] = 0, frozenset([node]), 0
+            self.levels[node], self.reads[node] = 0, frozenset([node])
             return
         if _root(node) is not node:
             return
         if node.target is operator.getitem:  # one of several results, each with memory of its own
-            self.levels[node], self.operations[node], self.sources[node] = level, 0, self.reads[given[0]]
+            self.levels[node], self.sources[node] = level, self.reads[given[0]]
             self.reads[node] = frozenset([node])
             self.buffers.append(node)
             return
         called, barrier = is_called(node), is_barrier(node)
         self.levels[node] = level + (called or barrier)
         sources = frozenset().union(*(self.reads[n] for n in given)) if given else frozenset()
-        self.operations[node] = 1 + sum(self.operations[n] for n in {*given} if n not in self.sources)
+        scalars = sum(isinstance(arg, (int, float)) for arg in node.args)
+        self.operations[node] = 1 + scalars + sum(self.operations.get(n, 1) for n in given)
+        held = [n for n in given if n in self.cuts and n not in self.sources]
+        self.cuts[node] = frozenset().union(*(self.cuts[n] for n in held))
         if isinstance(node.meta.get("val"), (tuple, list)):
             self.reads[node] = sources
             self.several.append(node)
@@ -147,8 +153,15 @@ class Kernels:
             self.sources[node] = sources
             self.buffers.append(node)
             self.reads[node] = frozenset([node])
+            del self.operations[node]
         else:
             self.reads[node] = sources
+            if self._is_long(node, sources):
+                self.cuts[node] |= {rounded(nbytes_of(node))}
+                del self.operations[node]
+
+    def _is_long(self, node: fx.Node, sources: frozenset[fx.Node]) -> bool:
+        return len(sources) > ALL_READS or self.operations[node] > OPERATIONS
 
     def _is_realized(self, node: fx.Node, sources: frozenset[fx.Node]) -> bool:
         users = _users(node)
@@ -169,7 +182,8 @@ def _play(kernels: Kernels, tracker: Tracker, *inputs: Any) -> Any:
         dying = [node for node in kernels.ends.get(place, ()) if node in live]
         size, maker = nbytes_of(buffer), _maker(buffer)
         if not is_called(maker):
-            same = [node for node in dying if abs(ledger.allocations[live[node]].nbytes - rounded(size)) == 0]
+            same = [node for node in dying if ledger.allocations[live[node]].nbytes == rounded(size)]
+            same = [] if rounded(size) in kernels.cuts[maker] else same
             for node in same[:1]:
                 _free(tracker, live.pop(node))
         live[buffer] = ledger.allocate(size, trace.phase, _shape(buffer))

@@ -13,6 +13,7 @@ from halfstep.core.errors import ConfigError
 from halfstep.core.host import describe_cpu
 from halfstep.core.policy import Policy
 from halfstep.torch import AdamW, prepare
+from halfstep.torch.planning.compiled import backend
 from halfstep.torch.planning.ledger import ROUND, rounded
 from halfstep.torch.planning.step import of_factory, of_recipe
 from halfstep.torch.planning.timing import time_work
@@ -172,3 +173,19 @@ def test_large_operations_are_timed_again_on_tensors_that_look_like_theirs():
     for name in ("", "gelu float32", "gelu_backward float32 strided", "embedding_dense_backward float32 int64"):
         assert taken[name].seconds > 0, name
     assert taken["gelu float32"].work == 2 * 256 * 1024 * 4
+
+
+@pytest.mark.parametrize(("times", "tensors"), [(4, 1), (9, 2)])
+def test_a_kernel_that_inductor_cuts_does_not_write_over_what_it_read(times, tensors):
+    def product_of_a_product(x, weight):
+        made = changed = x @ weight
+        for _ in range(times):  # two operations with a constant each
+            changed = changed * 1.5 + 0.5
+        return (changed * made) @ weight.t()
+
+    trace = Trace()
+    with Tracker(trace, "meta") as tracker:
+        x, weight = torch.empty(256, 64, device="meta"), torch.empty(64, 4096, device="meta")
+        torch.compile(product_of_a_product, backend=backend(tracker), dynamic=False)(x, weight)
+    wide = 256 * 4096 * 4
+    assert sum(trace.ledger.allocations[key].nbytes == wide for key in trace.ledger.at_peak()) == tensors
