@@ -19,11 +19,12 @@ import jax
 import jax.numpy as jnp
 
 from halfstep.config.model import owner
+from halfstep.core.choice.layers import NO_LAYERS, Measured
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP32, Format
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions
-from halfstep.core.refusal import EMULATE, check_formats, check_implemented, check_reach
+from halfstep.core.refusal import check_formats, check_implemented, check_reach
 from halfstep.core.roles import Accumulator, Operand, Param, Value
 from halfstep.jax.dtypes import as_device, supported
 from halfstep.jax.lowering import NATIVE
@@ -43,10 +44,19 @@ class Applied:
     precisions: dict[str, Precision]
     halves: frozenset[str] = frozenset()  # split masters of which the loss function uses the bf16 half alone
     delayed: tuple[str, ...] = ()  # modules with operands that are scaled by earlier amaxes
+    measured: Measured = NO_LAYERS  # modules that stay wide because that is faster, and why
+
+    def by_module(self, modules: Sequence[str]) -> dict[str, Precision]:
+        """Returns what modules run in."""
+        return self.measured.widen(precisions(self.policy, modules))
 
 
-def apply(params: Any, policy: Policy, names: Sequence[str] = ()) -> Applied:
-    """Returns what the policy says of each trained leaf. `names` are further modules that rules may match."""
+def apply(params: Any, policy: Policy, names: Sequence[str] = (), measured: Measured | None = None) -> Applied:
+    """Returns what the policy says of each trained leaf. `names` are further modules that rules may match.
+
+    What rules call `measured` is narrow unless it was measured to be slower.
+    """
+    measured = measured or NO_LAYERS
     leaves = Leaves(params)
     modules = list(dict.fromkeys([*names, *modules_of(leaves.names)]))
     values = policy.resolve(modules)
@@ -56,6 +66,7 @@ def apply(params: Any, policy: Policy, names: Sequence[str] = ()) -> Applied:
     reach = {"param": owners, "moments": owners, "compute": computing, "grad": computing, "grad_weight": computing}
     check_reach(policy, reach)
     by_module = precisions(policy, modules)
+    chosen = measured.widen(by_module)
     for form in (policy, policy.evaluation()):
         check_supported([base_precision(form), *precisions(form, modules).values()], leaves.device)
     check_implemented(policy, "jax", _not_implemented)
@@ -67,14 +78,18 @@ def apply(params: Any, policy: Policy, names: Sequence[str] = ()) -> Applied:
         policy,
         masters,
         {name: cast(Format, values[owner(name)].values["moments"]) for name in leaves.trained},
-        {name: by_module[owner(name)] for name in leaves.trained},
+        {name: chosen[owner(name)] for name in leaves.trained},
         find_halves(policy, masters, modules),
         _find_delayed(by_module, leaves, names),
+        measured,
     )
 
 
 def _find_delayed(by_module: Mapping[str, Precision], leaves: "Leaves", names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the modules that may multiply with delayed operands: those with a matrix, or without parameters."""
+    """Returns the modules that may multiply with delayed operands: those with a matrix, or without parameters.
+
+    One that stays wide is among them: a checkpoint may make it narrow.
+    """
     owners = {owner(name) for name in leaves.trained}
     matrices = {owner(name) for name, leaf in leaves.trained.items() if jnp.ndim(leaf) > 1}
     wanted = [name for name, precision in by_module.items() if precision.delayed]
@@ -106,8 +121,6 @@ def check_supported(wanted: Sequence[Precision], device: jax.Device) -> None:
 def _not_implemented(role: str, value: Value) -> str:
     if role == "reduce" and value != FP32:
         return "`reduce=fp32`: gradients travel in fp32"
-    if isinstance(value, Operand) and value.measured:
-        return f"omit `measured`, `{role}={value.format}`, and name the matmuls by rules; or {EMULATE}"
     if isinstance(value, Operand) and value.amax == "delayed" and value.granularity == "row":
         return f"a row of activations is a token: `{value.format}:row`, or `{value.format}:delayed`"
     if isinstance(value, Accumulator) and value.fast:

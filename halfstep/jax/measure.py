@@ -3,12 +3,16 @@
 Everything is compiled, which takes a second or more for a block and for whatever XLA tunes on a GPU. So there are
 fewer shapes than elsewhere, all of them are compiled before the clock starts, and a block has one size: the
 largest that is affordable, judging by the matmuls.
+
+`time_product` times one matmul of a layer, forward and backward, in two precisions (run/fp8_choice.py).
 """
 
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
+from statistics import median
 from typing import Any
 
 import jax
@@ -26,7 +30,10 @@ from halfstep.core.precision import Precision
 from halfstep.core.refusal import check_measurable
 from halfstep.core.roles import is_narrow
 from halfstep.jax.dtypes import as_device, describe, dtype_of, supported
-from halfstep.jax.layers import COMPILER_OPTIONS
+from halfstep.jax.fp8 import OPERANDS
+from halfstep.jax.layers import COMPILER_OPTIONS, dot_general
+from halfstep.jax.lowering import casts_of
+from halfstep.jax.matmul import Dimensions
 from halfstep.jax.model import Block, rope_tables
 
 __all__ = ["FORMATS", "describe", "devices", "measure", "measure_block", "supported", "version"]
@@ -110,6 +117,47 @@ def affordable(matmuls: Sequence[Timing], model: ModelConfig, tokens: int, secon
     return min(tokens, 8)
 
 
+@dataclass(frozen=True)
+class Product:
+    """A product to time: rows of activations and a weight, or a stack of each, multiplied as a layer does it."""
+
+    rows: tuple[int, ...]
+    matrix: tuple[int, ...]
+    dims: Dimensions
+    weight_first: bool
+    split: bool  # the weight is the bf16 half of its master
+    device: jax.Device
+    compiled = True
+
+    @property
+    def tokens(self) -> int:
+        """The rows."""
+        return self.rows[-2]
+
+    @property
+    def amount(self) -> int:
+        """The numbers in its weight."""
+        return math.prod(self.matrix)
+
+
+def time_product(
+    work: Product, precisions: Sequence[Precision], *, clock: Clock = time.perf_counter
+) -> list[float]:
+    """Returns the seconds of a training pass of the product in each precision: medians of alternating turns."""
+    bench = _Bench(work.device)
+    rounds, count = (3, 1) if work.device.platform == "cpu" else (7, 10)
+    runs = [bench.start_product(work, precision) for precision in precisions]
+    taken: list[list[float]] = [[] for _ in precisions]
+    for run in runs:
+        run(1)
+    for _ in range(rounds):
+        for run, seconds in zip(runs, taken, strict=True):
+            begun = clock()
+            run(count)
+            seconds.append((clock() - begun) / count)
+    return [median(seconds) for seconds in taken]
+
+
 class _Bench:
     def __init__(self, device: jax.Device):
         self.device = device
@@ -146,6 +194,24 @@ class _Bench:
 
         step = jax.jit(train, compiler_options=COMPILER_OPTIONS).lower(params, x).compile()
         return self._repeated(lambda: step(params, x))
+
+    def start_product(self, work: Product, precision: Precision) -> Run:
+        casts = casts_of(precision)
+        amaxes = jnp.ones(OPERANDS) if precision.delayed else None
+
+        def multiply(x: Array, weight: Array) -> Array:
+            weight = weight.astype(jnp.float32)
+            return dot_general(x, weight, work.dims, casts, weight_first=work.weight_first, amaxes=amaxes)
+
+        def train(x: Array, weight: Array) -> Any:
+            y, pull = jax.vjp(multiply, x, weight)
+            return pull(y)
+
+        x = self._put(self._random(*work.rows).astype(casts.compute))
+        held = jnp.bfloat16 if work.split else jnp.float32
+        weight = self._put((self._random(*work.matrix) * np.float32(0.02)).astype(held))
+        step = jax.jit(train, compiler_options=COMPILER_OPTIONS).lower(x, weight).compile()
+        return self._repeated(lambda: step(x, weight))
 
     def _repeated(self, once: Callable[[], Any]) -> Run:
         # Without waiting for each, a CPU would run several at once.

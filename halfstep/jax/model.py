@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from halfstep.config.model import ModelConfig, module_names, parameter_shapes
 from halfstep.config.weights import Weights
+from halfstep.core.choice.layers import Measured
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions
 from halfstep.jax.fp8 import PREFIX
@@ -107,10 +108,14 @@ class Decoder(Layer):
         """Returns the names that rules match."""
         return module_names(self.config)
 
-    def with_policy(self, policy: Policy) -> "Decoder":
-        """Returns the same function of the same parameters in a policy's precision; a wrong rule is an error."""
+    def with_policy(self, policy: Policy, measured: Measured | None = None) -> "Decoder":
+        """Returns the same function of the same parameters in a policy's precision; a wrong rule is an error.
+
+        `measured` are the layers that stay wide because that is faster.
+        """
         loose = [name for name in parameter_shapes(self.config) if "." not in name]
         by_name = precisions(policy, [*self.module_names(), *loose])
+        by_name = by_name if measured is None else measured.widen(by_name)
         return Decoder(self.config, by_name, base_precision(policy), recompute=self.recompute)
 
     def set_weights(self, weights: Weights) -> dict[str, Array]:

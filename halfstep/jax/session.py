@@ -21,28 +21,30 @@ from jax.sharding import Mesh, PartitionSpec
 from numpy.typing import NDArray
 
 from halfstep.config.carry_over import carry_over
-from halfstep.config.model import reach
+from halfstep.config.model import parameter_shapes, reach
 from halfstep.config.policy_schedule import check_later
 from halfstep.config.run import RunConfig
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.core import host
 from halfstep.core.audit.cause import Cause
+from halfstep.core.choice.layers import Measured
 from halfstep.core.errors import HalfstepError
 from halfstep.core.observed import LayerInfo, Sample
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
 from halfstep.core.state_format import Snapshot, Stored, widen
 from halfstep.jax import memory
-from halfstep.jax.apply import apply, find_halves, modules_of
+from halfstep.jax.apply import Applied, apply, find_halves, modules_of
 from halfstep.jax.dtypes import as_device, as_devices, describe
 from halfstep.jax.fp8 import in_use
 from halfstep.jax.layers import COMPILER_OPTIONS
-from halfstep.jax.measure import devices
+from halfstep.jax.measure import Product, devices
 from halfstep.jax.model import Decoder
 from halfstep.jax.observe.monitor import Monitor, Unread
 from halfstep.jax.optim.masters import hold, widened
 from halfstep.jax.optim.optimizers import Schedule, build_optimizers, names_in_state
 from halfstep.jax.parallel import check_divides, place_rows
+from halfstep.jax.run.fp8_choice import Products, first_choice, measure_products
 from halfstep.jax.run.nonfinite import find
 from halfstep.jax.state import bytes_of, load_state_dict, restored, state_dict, stored
 from halfstep.jax.step import StepResult, Weighted, check, compiled, first_state, make_step
@@ -91,13 +93,33 @@ class Session:
             params = jax.device_put(params, self.device)
             check_later(config.schedule, lambda later: apply(params, later, names))
             check_later(config.schedule, lambda later: check_reach(later, reach(config.model)))
+            check_reach(policy, reach(config.model))
             given: dict[str, Any] = {"names": names, "mesh": self.mesh, "ema": config.training.ema}
+            if first_choice(policy) is None:
+                given["measured"] = measure_products(self._products(apply(params, policy, names)))
             self.run = first_state(params, optimizer, policy, seed=config.seed, **given)
-        check_reach(policy, reach(config.model))
-        self.model = plain.with_policy(policy)
         self._optimizer, self._moments = optimizer, names_in_state(config.model, config.optimizer)
+        self._compute_as(self.run.measured)
         self._build()
-        evaluated = partial(_on_masters, plain.with_policy(policy.evaluation()).loss)
+
+    def _products(self, applied: Applied) -> Products:
+        """Returns the matmuls of the decoder that rules call `measured`, as one device runs them."""
+        config, shapes = self.config, parameter_shapes(self.config.model)
+        tokens = config.training.batch * config.model.context // self.num_devices
+        found: Products = {}
+        for name, precision in applied.by_module(reach(config.model)["operand"]).items():
+            weight = f"{name}.weight" if f"{name}.weight" in shapes else "embed.weight"
+            if precision.measured and precision.narrow:
+                sizes = (tokens, shapes[weight][1]), shapes[weight]
+                work = Product(*sizes, (((1,), (1,)), ((), ())), False, weight in applied.halves, self.device)
+                found[name] = [(work, precision)]
+        return found
+
+    def _compute_as(self, measured: Measured | None) -> None:
+        """Makes the functions of the policy, with the layers wide that are faster so."""
+        plain, policy = self._plain, self.policy
+        self.model = plain.with_policy(policy, measured)
+        evaluated = partial(_on_masters, plain.with_policy(policy.evaluation(), measured).loss)
         shared = evaluated if self.mesh is None else _shared(evaluated, self.mesh)
         self._evaluated = jax.jit(shared, compiler_options=COMPILER_OPTIONS)
         self._evaluated_by_one = jax.jit(evaluated, compiler_options=COMPILER_OPTIONS)
@@ -125,6 +147,12 @@ class Session:
             monitor=monitor,
         )
         self._step = compiled(self._made.__wrapped__, self.mesh)  # without its warning: the run has its own
+
+    @property
+    def notes(self) -> list[str]:
+        """What was decided by measurement, here or in the run that is resumed."""
+        description = "" if self.run.measured is None else self.run.measured.description
+        return [f"measured: {description}"] if description else []
 
     @property
     def threads(self) -> int | None:
@@ -243,13 +271,17 @@ class Session:
         given = {name: restored(record) for name, record in state.items()}
         ours = {self._moments.get(name, name): name for name in state_dict(self.run)}
         given |= {name: given["applied"] for name in self._counts() if "applied" in given}
+        before = self.run.measured
         self.run = load_state_dict(self.run, {ours.get(name, name): array for name, array in given.items()})
+        if self.run.measured != before:
+            self._compute_as(self.run.measured)
+            self._build(self.monitor)
 
     def load_weights(self, state: Mapping[str, Stored]) -> None:
         ours = state_dict(self.run)
         wide, of_weights = _widened(state), ("model.", "remainder.")
         with self._here():
-            applied = apply(self.run.params, self.policy, self.run.names)
+            applied = self.run.applied()
             known = {name: jnp.asarray(x) for name, x in wide.items() if name in applied.masters}
             held, remainders = hold(known, applied)
         given = {f"model.{name}": x for name, x in (wide | held).items()}
@@ -283,7 +315,7 @@ class Session:
         if not self.run.remainders:
             return self.run.params
         params, modules = self.run.params, list(dict.fromkeys([*self.run.names, *modules_of(self.run.params)]))
-        halves = find_halves(policy, apply(params, self.policy, self.run.names).masters, modules)
+        halves = find_halves(policy, self.run.applied().masters, modules)
         return widened(params, self.run.remainders, halves)
 
     def _here(self) -> AbstractContextManager[Any]:

@@ -18,15 +18,17 @@ from numpy.typing import NDArray
 from halfstep.core import state_format
 from halfstep.core.averages import pop_from_state, to_state
 from halfstep.core.choice import Choice
+from halfstep.core.choice.layers import NO_LAYERS, Measured, resumed
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.core.scaling import ScaleState, saved_scale
 from halfstep.core.state_format import Description, Stored, check_same, find_dtype
-from halfstep.jax.apply import Leaves, apply
+from halfstep.jax.apply import Applied, Leaves, apply
 from halfstep.jax.fp8 import PREFIX
 from halfstep.jax.optim.masters import widened
 from halfstep.jax.run.summary import summarize
 
+NARROW = "narrow."  # before a module's name: 1 if it was measured and is narrow, 0 if it stayed wide
 DTYPE_NAMES = {jnp.dtype(kind): name for kind, name in state_format.DTYPE_NAMES.items()}
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -43,7 +45,7 @@ class Origin:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["params", "opt_state", "scale", "num_applied", "ema", "remainders", "amaxes"],
-    meta_fields=["policy", "seed", "names", "origin", "decay"],
+    meta_fields=["policy", "seed", "names", "origin", "decay", "measured"],
 )
 @dataclass(frozen=True)
 class State:
@@ -61,6 +63,7 @@ class State:
     decay: float = 0.0  # of the averages; 0 if there are none
     remainders: Mapping[str, Array] = field(default_factory=dict)  # what the bf16 of split masters leaves out
     amaxes: Mapping[str, Array] = field(default_factory=dict)  # histories of delayed operands, by module (fp8.py)
+    measured: Measured | None = NO_LAYERS  # which `measured` layers are narrow; None until a step times them
 
     @property
     def choice(self) -> Choice | None:
@@ -71,6 +74,10 @@ class State:
     def widened(self) -> tuple[str, ...]:
         """The parameters that came narrower than their masters are held."""
         return self.origin.widened
+
+    def applied(self) -> Applied:
+        """Returns what the policy means for the parameters."""
+        return apply(self.params, self.policy, self.names, self.measured)
 
     def masters(self) -> Any:
         """Returns the parameters in fp32, however the state holds them; split masters joined, exactly."""
@@ -90,8 +97,10 @@ class State:
 
 def summary(state: State) -> str:
     """Describes what the state holds, and what its policy means for each module."""
-    applied, leaves = apply(state.params, state.policy, state.names), Leaves(state.params)
-    return "\n".join(summarize(applied, leaves.trained, state.origin.note, state.widened, state.decay))
+    applied, leaves = state.applied(), Leaves(state.params)
+    waits = "the first step times the matmuls that rules name; step.measure(state, batch) does so before it"
+    measured = waits if state.measured is None else state.measured.description
+    return "\n".join(summarize(applied, leaves.trained, state.origin.note, state.widened, state.decay, measured))
 
 
 def check_state(state: Any) -> None:
@@ -115,11 +124,21 @@ def check_state(state: Any) -> None:
         )
 
 
+def check_measured(state: State) -> None:
+    """Refuses a state whose `measured` layers were not timed yet: a traced function cannot do so."""
+    if state.measured is None:
+        raise HalfstepError(
+            "the layers that rules call `measured` are not timed yet, and a traced function cannot time them",
+            hint="state = step.measure(state, batch) does so before; or call the step itself, outside of any jit",
+        )
+
+
 def state_dict(state: State) -> dict[str, Array]:
     """Returns every array that the next step depends on: the live ones, not copies."""
     arrays = {f"model.{name}": _plain(leaf) for name, leaf in Leaves(state.params).values.items()}
     arrays |= {f"remainder.{name}": lo for name, lo in state.remainders.items()}
     arrays |= {f"{PREFIX}{name}": history for name, history in state.amaxes.items()}
+    arrays |= {f"{NARROW}{name}": jnp.asarray(flag, jnp.uint8) for name, flag in _narrow(state).items()}
     arrays |= {name: _plain(leaf) for name, leaf in _optimizer(state).items()}
     arrays |= {f"scale.{part}": value for part, value in state.scale._asdict().items()} | to_state(state.ema)
     return arrays | {"applied": state.num_applied}
@@ -134,7 +153,8 @@ def load_state_dict(state: State, given: Mapping[str, Any]) -> State:
         )
     given = {name: _with_name_of_bf16(array) for name, array in given.items()}
     averages = pop_from_state(given, state.ema)
-    check_same(_described(state_dict(replace(state, ema={}))), _described(given))
+    measured = _taken_over(state, given)
+    check_same(_described(state_dict(replace(state, ema={}, measured=measured))), _described(given))
     scale = saved_scale(state.policy.scale, given)
     leaves = Leaves(state.params)
     params = [_like(given[f"model.{name}"], leaf) for name, leaf in leaves.values.items()]
@@ -148,6 +168,7 @@ def load_state_dict(state: State, given: Mapping[str, Any]) -> State:
         ema={name: _like(averages[name], old) for name, old in state.ema.items()},
         remainders={name: _like(given[f"remainder.{name}"], old) for name, old in state.remainders.items()},
         amaxes={name: _like(given[f"{PREFIX}{name}"], old) for name, old in state.amaxes.items()},
+        measured=measured,
     )
 
 
@@ -182,6 +203,19 @@ def _optimizer(state: State) -> dict[str, Any]:
             parts = [*where, name, moment]
         named[".".join(["optimizer", *parts])] = leaf
     return named
+
+
+def _narrow(state: State) -> Mapping[str, bool]:
+    """Returns which of the measured layers are narrow: a resumed run must not measure them again."""
+    return {} if state.measured is None else state.measured.narrow
+
+
+def _taken_over(state: State, given: Mapping[str, Any]) -> Measured | None:
+    """Returns the measured layers as a given state has them."""
+    narrow = {name.removeprefix(NARROW): bool(x) for name, x in given.items() if name.startswith(NARROW)}
+    if state.measured is None:
+        return resumed(narrow) if narrow else None
+    return state.measured.adopt(narrow) if narrow.keys() == state.measured.narrow.keys() else state.measured
 
 
 def _with_name_of_bf16(array: Any) -> Any:

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from halfstep.core.audit.reached import Reached
 from halfstep.core.averages import averaged, check_decay
+from halfstep.core.choice.layers import Measured, Timer
 from halfstep.core.errors import HalfstepError, warn_caller
 from halfstep.core.measure import TOKENS, settle
 from halfstep.core.observed import Sample
@@ -36,6 +37,7 @@ from halfstep.jax.dtypes import dtype_of
 from halfstep.jax.fp8 import PREFIX, empty, in_use, moved
 from halfstep.jax.functions.interpret import cast_inside, checked
 from halfstep.jax.layers import COMPILER_OPTIONS
+from halfstep.jax.measure import Product, time_product
 from halfstep.jax.observe.gradient import describer, watched_gradient
 from halfstep.jax.observe.monitor import SAMPLE, Monitor, first_rows, update_sums
 from halfstep.jax.observe.taps import merged
@@ -52,8 +54,9 @@ from halfstep.jax.run.checks import (
     measured_choice,
     unpacked,
 )
+from halfstep.jax.run.fp8_choice import Products, find_products, first_choice, measure_products
 from halfstep.jax.run.reached import record
-from halfstep.jax.state import Origin, State, check_state
+from halfstep.jax.state import Origin, State, check_measured, check_state
 
 LossFn = Callable[..., Any]
 
@@ -131,8 +134,12 @@ def first_state(
     mesh: Mesh | None = None,
     begun: Begun | None = None,
     ema: float = 0.0,
+    measured: Measured | None = None,
 ) -> State:
-    """Returns the first state of a policy that was named or chosen; `begun` has moments to continue from."""
+    """Returns the first state of a policy that was named or chosen; `begun` has moments to continue from.
+
+    `measured` are the layers of rules that say so, if they were timed.
+    """
     applied = apply(params, policy, names)
     leaves = Leaves(params)
 
@@ -159,6 +166,7 @@ def first_state(
         decay=ema,
         remainders=remainders,
         amaxes={name: empty() for name in applied.delayed},
+        measured=measured or first_choice(policy),
     )
     traced = any(isinstance(x, jax.core.Tracer) for x in held.values())
     return state if traced else _placed(state, leaves, held, mesh)
@@ -209,8 +217,8 @@ def make_step(
     def update(state: State, batch: Any, rng: Any) -> tuple[tuple[State, StepResult], Any]:
         # fp32 is fp32: JAX's default means TF32 on some GPUs and bf16 on a TPU.
         with jax.default_matmul_precision("highest"):
-            leaves = Leaves(state.params)
-            applied = apply(state.params, state.policy, state.names)
+            check_measured(state)
+            leaves, applied = Leaves(state.params), state.applied()
             check_optimizer(optimizer, leaves, state.opt_state)
             scale = state.scale.scale
             gradient = _gradient(call, leaves, applied, scale, monitor, state.names)
@@ -232,7 +240,8 @@ def make_step(
 
     replay = None if monitor is None else partial(replayed, call, monitor)
     reach = partial(record, loss_fn, cast_batch=cast_batch) if cast else None
-    return Step(compiled(step, mesh), mesh, micro_batches, monitor, replay, reach)
+    products = partial(find_products, loss_fn, cast_batch=cast_batch) if cast else None
+    return Step(compiled(step, mesh), mesh, micro_batches, monitor, replay, reach, products)
 
 
 def compiled(step: Callable[..., Any], mesh: Mesh | None = None) -> Any:
@@ -255,8 +264,9 @@ class Step:
         monitor: Monitor | None = None,
         replay: Callable[..., list[Array]] | None = None,
         reach: Callable[..., Reached] | None = None,
+        products: Callable[..., Products] | None = None,
     ):
-        self._step, self._warned, self._reach = step, False, reach
+        self._step, self._warned, self._reach, self._products = step, False, reach, products
         self._mesh, self._micro_batches = mesh, micro_batches
         self._monitor, self._replay = monitor, replay and jax.jit(replay, compiler_options=COMPILER_OPTIONS)
         self._unread: deque[tuple[Array, Array]] = deque(maxlen=64)  # scale, and whether the update was skipped
@@ -264,6 +274,7 @@ class Step:
     def __call__(self, state: State, batch: Any, rng: Any = None) -> tuple[State, StepResult]:
         """Returns the state after one update, and what the update did; uses up the state it is given."""
         check_state(state)
+        state = self.measure(state, batch, rng)
         if self._mesh is not None:
             check_placed(state, self._mesh)
             batch = place_rows(batch, self._mesh, self._micro_batches)
@@ -273,8 +284,8 @@ class Step:
             self._monitor.add(result.layers, result.updates)
         if not self._warned and isinstance(law, DynamicScale):
             self._unread.append((result.scale, result.skipped))
-            self._look(ScaleAlarm(law))
-        return replace(following, origin=origin), result
+            self._watch(ScaleAlarm(law))
+        return replace(following, origin=origin, measured=state.measured), result
 
     def sample(
         self, state: State, batch: Any, rng: Any = None, share: float = 1 / 16
@@ -309,16 +320,39 @@ class Step:
                 hint="summary(state) says what the policy means for each module",
             )
         check_state(state)
+        return self._look(self._reach, state, batch, rng)
+
+    def measure(self, state: State, batch: Any, rng: Any = None, *, timer: Timer[Product] = time_product) -> State:
+        """Times the matmuls that rules call `measured` (`compute=e4m3:measured`), unless the state has the answer.
+
+        The first step does this by itself. A step inside another jit or scan cannot: call it before. The returned
+        state has the same arrays, and `summary(state)` says which layers are narrow, and why.
+        """
+        if state.measured is not None:
+            return state
+        if self._products is None:
+            raise HalfstepError(
+                "the step was made with cast=False, so what `measured` layers multiply is not known",
+                hint="omit `measured` from the rules; or let make_step cast: leave out cast=False",
+            )
+        share = 1 if self._mesh is None else self._mesh.size
+        found = self._look(self._products, state, batch, rng, share)
+        return replace(state, measured=measure_products(found, timer=timer))
+
+    def _look(self, look: Callable[..., Any], state: State, batch: Any, rng: Any, share: int = 1) -> Any:
+        """Interprets the loss function on one micro-batch, or one of so many shares of its rows."""
         if self._micro_batches is not None:
             batch = jax.tree.map(lambda leaf: leaf[0], batch)
+        if share > 1:
+            batch = jax.tree.map(lambda leaf: leaf[: len(leaf) // share] if jnp.ndim(leaf) else leaf, batch)
         leaves, rest = Leaves(state.params), (batch,) if rng is None else (batch, rng)
         masters = widened(leaves.trained, state.remainders) | in_use(state.amaxes)
-        return self._reach(leaves, apply(state.params, state.policy, state.names), masters, rest)
+        return look(leaves, state.applied(), masters, rest)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._step, name)  # lower, eval_shape, __wrapped__
 
-    def _look(self, alarm: ScaleAlarm) -> None:
+    def _watch(self, alarm: ScaleAlarm) -> None:
         while self._unread and self._unread[0][0].is_ready():  # type: ignore[attr-defined]
             scale, skipped = self._unread.popleft()
             if message := alarm.observe(float(scale), falling=bool(skipped)):
@@ -371,7 +405,8 @@ def _gradient(
 def replayed(call: LossFn, monitor: Monitor, state: State, batch: Any, rng: Any) -> list[Array]:
     """Returns what each layer meets of a batch, whole: for each site of the monitor, and each role."""
     with jax.default_matmul_precision("highest"):
-        leaves, applied = Leaves(state.params), apply(state.params, state.policy, state.names)
+        check_measured(state)
+        leaves, applied = Leaves(state.params), state.applied()
         masters = widened(leaves.trained, state.remainders, applied.halves) | in_use(state.amaxes)
 
         def objective(masters: dict[str, Array], part: Any, key: Any) -> tuple[Array, None]:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.config.model import owner
+from halfstep.core.choice.layers import Measured, Timer
 from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import FP32, Format
 from halfstep.core.measure import TOKENS
@@ -41,14 +42,13 @@ from halfstep.core.rules import Resolved
 from halfstep.torch.cast import carried, split
 from halfstep.torch.convert import causal, fp8_choice, plan
 from halfstep.torch.convert.causal import Attention
-from halfstep.torch.convert.fp8_choice import Measured, Timer
 from halfstep.torch.convert.known_packages import routers, with_routers
 from halfstep.torch.convert.modules import Island, Leaf
 from halfstep.torch.convert.plan import Change, Originals, Plan, change_of, give, plans_of, reach_of
 from halfstep.torch.dtypes import DTYPES, FLOATS, dtype_of, home, supported
 from halfstep.torch.fp8.delayed import Amaxes
 from halfstep.torch.layers import Layer
-from halfstep.torch.measure import time_layer
+from halfstep.torch.measure import LayerWork, time_layer
 from halfstep.torch.split.holder import Holder
 from halfstep.torch.split.parameter import make_split, make_whole
 
@@ -91,7 +91,7 @@ def apply(
     *,
     tokens: int = TOKENS,
     compiled: bool = True,
-    timer: Timer = time_layer,
+    timer: Timer[LayerWork] = time_layer,
     split: bool = True,
 ) -> Applied:
     """Gives a model a policy, whose rules may match `names`; `timer` times the layers of rules with `measured`.
@@ -213,13 +213,14 @@ def set_precision(
 def adopt(model: nn.Module, applied: Applied, narrow: Mapping[str, bool]) -> Applied:
     """Takes over which of the measured layers are narrow, from a run that is resumed here."""
     assert applied.measured is not None
-    changed = applied.measured.adopt(narrow)
-    chosen = applied.measured.widen(_precisions(model, applied.policy, None))
+    changed, measured = applied.measured.changed_by(narrow), applied.measured.adopt(narrow)
+    chosen = measured.widen(_precisions(model, applied.policy, None))
     for name in changed:
         give(model.get_submodule(name), chosen[name], base_precision(applied.policy))
     plans = {p.name: p for p in plans_of(model) if p.name in changed}
-    rows = {n: change_of(p, chosen[n], applied.measured.notes[n]) for n, p in plans.items()}
-    return replace(applied, changes=tuple(rows.get(c.name) or c for c in applied.changes))
+    rows = {n: change_of(p, chosen[n], measured.notes[n]) for n, p in plans.items()}
+    changes = tuple(rows.get(c.name) or c for c in applied.changes)
+    return replace(applied, changes=changes, measured=measured)
 
 
 def restore(applied: Applied) -> None:

@@ -115,6 +115,11 @@ class LayerWork:
     device: torch.device
     compiled: bool = False
 
+    @property
+    def amount(self) -> int:
+        """The numbers in its weight."""
+        return self.inputs * self.outputs
+
 
 def time_layer(
     work: LayerWork, precisions: Sequence[Precision], *, clock: Clock = time.perf_counter

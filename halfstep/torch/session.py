@@ -155,7 +155,8 @@ class Session:
     @property
     def notes(self) -> list[str]:
         """What was decided by measurement, here or in the run that is resumed."""
-        measured = self.conversion.measured
+        conversion = self.run.conversion  # a state that was loaded may have replaced it
+        measured = None if conversion is None else conversion.measured
         return [] if measured is None else [f"measured: {measured.description}"]
 
     @property

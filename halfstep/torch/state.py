@@ -284,7 +284,7 @@ def _as_held(run: RunParts, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return held
 
 
-def _narrow(run: RunParts) -> dict[str, bool]:
+def _narrow(run: RunParts) -> Mapping[str, bool]:
     """Returns which of the measured layers are narrow: a resumed run must not measure them again."""
     measured = None if run.conversion is None else run.conversion.measured
     return {} if measured is None else measured.narrow

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 
+from halfstep.core.choice.layers import resumed
 from halfstep.core.errors import HalfstepError
 from halfstep.core.scaling import ScaleState
 from halfstep.jax.state import load_state_dict, restored, state_dict, stored
@@ -124,10 +125,11 @@ def test_no_field_of_the_state_is_left_out():
     """A field that is added later must be stored too, or be one that the policy and the call give."""
     given = {"policy", "seed", "names", "origin", "decay"}
     kinds = {"params": "model.", "opt_state": "optimizer.", "scale": "scale.", "num_applied": "applied"}
-    kinds |= {"ema": "average.", "remainders": "remainder.", "amaxes": "amax."}
+    kinds |= {"ema": "average.", "remainders": "remainder.", "amaxes": "amax.", "measured": "narrow."}
     state = init(
         params(), OPTIMIZER, "bf16-mixed,param=fp32:split,emulate=true; layer: compute=e4m3:delayed", ema=0.9
     )
+    state = dataclasses.replace(state, measured=resumed({"layer": True}))
     assert {field.name for field in dataclasses.fields(state)} == given | kinds.keys()
     assert all(any(name.startswith(kind) for name in state_dict(state)) for kind in kinds.values())
 

@@ -80,7 +80,7 @@ from halfstep.jax.functions.primitives import (
 )
 from halfstep.jax.functions.promoted import find_promoted, is_asked
 from halfstep.jax.layers import admit, dot_general, enter, owned, rounded
-from halfstep.jax.lowering import casts_of
+from halfstep.jax.lowering import Casts, casts_of
 from halfstep.jax.matmul import as_dimensions, product
 
 _FLOAT32 = jnp.dtype(jnp.float32)
@@ -346,8 +346,13 @@ class Interpreter:
         self.multiplied.update(owner.names)
         dims = eqn.params["dimension_numbers"]
         rows, matrix, dims = as_matmul(self._array(x, seen), values[side].array, dims, side)
-        y = dot_general(rows, matrix, dims, casts_of(precision), weight_first=side == 0, amaxes=owner.amaxes)
+        y = self._multiply(rows, matrix, dims, casts_of(precision), side == 0, owner)
         return self._leaving(eqn, y.reshape(eqn.outvars[0].aval.shape), values, appears(precision))
+
+    def _multiply(
+        self, rows: Array, matrix: Array, dims: Any, casts: Casts, weight_first: bool, owner: Owner
+    ) -> Array:
+        return dot_general(rows, matrix, dims, casts, weight_first=weight_first, amaxes=owner.amaxes)
 
     def _conv(self, eqn: Any, values: list[Value]) -> tuple[Array, bool]:
         (x, weight), (seen, _) = values, [atom.aval for atom in eqn.invars]

@@ -11,7 +11,7 @@ from jax import Array
 
 from halfstep.core.formats import Format
 from halfstep.core.observed import AMAX, COLUMNS, ROLES, SAMPLED_ROLES, LayerInfo
-from halfstep.core.precision import Precision, base_precision, precisions
+from halfstep.core.precision import Precision, base_precision
 from halfstep.core.roles import is_narrow, print_value
 from halfstep.jax.apply import Applied
 from halfstep.jax.fp8 import PREFIX
@@ -60,7 +60,7 @@ class Watched:
 
 def describer(applied: Applied, modules: Sequence[str]) -> Callable[[Sequence[Site]], Watched]:
     """Returns what names the layers of a function that runs under a policy."""
-    by_module, base = precisions(applied.policy, modules), base_precision(applied.policy)
+    by_module, base = applied.by_module(modules), base_precision(applied.policy)
     held = {name: param.format for name, param in applied.masters.items()}
 
     def precision_of(name: str, weight: str | None) -> Precision:

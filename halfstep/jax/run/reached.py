@@ -7,6 +7,7 @@ that no role reaches it has those that lose precision: sums of narrow numbers. W
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -34,7 +35,7 @@ def record(
     cast_batch: bool,
 ) -> Reached:
     """Interprets a loss function on shapes, and lists its operations."""
-    recorder = Recorder(applied.policy)
+    recorder = Recorder(applied.policy, applied.measured.notes)
 
     def run(masters: Mapping[str, Any], rest: Sequence[Any]) -> None:
         cast_inside(loss_fn, leaves, applied, masters, rest, cast_batch=cast_batch, interpreter=recorder)
@@ -46,8 +47,9 @@ def record(
 class Recorder(Interpreter):
     """An interpreter that notes how it runs each operation."""
 
-    def __init__(self, policy: Policy):
+    def __init__(self, policy: Policy, notes: Mapping[str, str]):
         super().__init__(policy)
+        self._notes = notes  # of layers that were measured
         self.island = self._recomputed = _Island(self._widened)
         self._rows: Counter[Row] = Counter()
         self._sums: list[tuple[Any, Row]] = []  # of narrow numbers, by their equation
@@ -125,7 +127,10 @@ class Recorder(Interpreter):
         if weight is not None:
             casts, place = weight.casts.precision, module_of(weight.names[0])
             narrow = casts.operand if name == "dot_general" else Operand(casts.compute)
+            timed = self._notes.get(place, "")
+            narrow = replace(narrow, measured=narrow.measured and not timed)
             why = f"multiplies in {print_value(narrow)}, weight gradients in {casts.grad_weight}"
+            why += timed and f" ({timed})"
         elif all(value.free or value.fixed for value in values):
             how, why = "as it is", "tables, positions and constants alone"
         elif all(atom.aval.dtype == appears(self.base) for atom in eqn.invars):

@@ -1,21 +1,16 @@
 """Which matmuls may have narrow operands, and which are worth it: decided before anything is changed.
 
-What cannot run is refused. What is not worth it stays wide, if a rule says `measured` (`compute=e4m3:measured`):
-an fp8 matmul takes about half the time of a bf16 one, but its casts and transposed copies take time too. So each
-layer that a rule names is timed, forward and backward, by its size, in both precisions, and the whole layer stays
-wide if it is not faster by WORTH. The sizes in which a model works most are timed first; what is not timed within
-BUDGET seconds, or does not fit into memory, stays wide too. Emulated layers are not timed.
+What cannot run is refused. What is not worth it stays wide, if a rule says `measured` (core.choice.layers).
 """
 
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from halfstep.core.choice.layers import Measured, Timer, measure_layers, narrow_formats, not_measured
 from halfstep.core.errors import PolicyError
 from halfstep.core.formats import E4M3, Format
 from halfstep.core.ladder import Clock
@@ -29,47 +24,9 @@ from halfstep.torch.fp8.delayed import Amaxes
 from halfstep.torch.fp8.linear import MULTIPLE
 from halfstep.torch.layers import Matmul
 from halfstep.torch.measure import LayerWork, time_layer
+from halfstep.torch.memory import ran_out
 
 CPU_TOKENS = 256  # a CPU would take minutes for more, and the answer would be the same
-BUDGET = 90.0  # seconds that measuring may take; a size that was started is finished
-WORTH = 1.02  # how many times faster a narrow layer must be: timings of the same work differ by about as much
-
-# (a layer, its two precisions: wide and narrow) -> seconds of a training pass in each
-Timer = Callable[[LayerWork, Sequence[Precision]], list[float]]
-
-
-@dataclass
-class Measured:
-    """The layers whose rules say `measured`: by name, whether each is narrow, and why."""
-
-    narrow: dict[str, bool] = field(default_factory=dict)  # what runs
-    notes: dict[str, str] = field(default_factory=dict)
-    here: str = ""  # how it was measured here and the outcome, in a line
-    adopted: dict[str, str] = field(default_factory=dict)  # layers as a resumed run had them: their notes here
-
-    @property
-    def description(self) -> str:
-        """Describes what runs and why, in a line."""
-        if not self.adopted:
-            return self.here
-        count, total, others = sum(self.narrow.values()), len(self.narrow), len(self.adopted)
-        runs = f"{count} of the {total} matmuls that rules name are narrow, adopted from the run that is resumed"
-        return f"{runs}; timed here, {others} of them would differ: {self.here}"
-
-    def adopt(self, narrow: Mapping[str, bool]) -> list[str]:
-        """Takes over which layers are narrow, from a resumed run; returns the names of those that change."""
-        changed = [name for name, value in narrow.items() if self.narrow[name] != value]
-        for name in changed:
-            self.narrow[name] = narrow[name]
-            before = self.adopted.pop(name, None)  # it changed before, so now it is back to what was measured here
-            if before is None:
-                self.adopted[name] = self.notes[name]
-            self.notes[name] = before or f"as in the run that is resumed; here {self.notes[name]}"
-        return changed
-
-    def widen(self, ruled: Mapping[str, Precision]) -> dict[str, Precision]:
-        """Returns the precisions that rules give, wide for the layers that stay wide."""
-        return {name: p if self.narrow.get(name, True) else p.widened() for name, p in ruled.items()}
 
 
 def check_narrow(
@@ -110,7 +67,7 @@ def measure_all(
     tokens: int,
     *,
     compiled: bool = True,
-    timer: Timer = time_layer,
+    timer: Timer[LayerWork] = time_layer,
     clock: Clock = time.perf_counter,
 ) -> Measured | None:
     """Times every layer whose rule says `measured`, size by size, compiled or not; None if no rule does."""
@@ -119,23 +76,10 @@ def measure_all(
     if not layers:
         return None
     if all(precision.emulate for precision in layers.values()):
-        return Measured(here=f"nothing, since it is emulated: all {len(layers)} matmuls of the rules are narrow")
-    works = {plan: [(work, layers[plan]) for work in _works(plan, held, tokens, compiled)] for plan in layers}
-    amounts: Counter[_Key] = Counter()
-    for keys in works.values():
-        for key in keys:
-            amounts[key] += key[0].inputs * key[0].outputs
-    start = clock()
-    times = {}
-    for (work, precision), _ in amounts.most_common():
-        late = clock() - start >= BUDGET
-        times[work, precision] = f"not timed within {BUDGET:g} s" if late else _timed(timer, work, precision)
-    measured = Measured()
-    for plan, keys in works.items():
-        verdict = _verdict([times[key] for key in keys], keys[0][1])
-        measured.narrow[plan.name], measured.notes[plan.name] = verdict
-    measured.here = _outcome(measured, list(amounts), clock() - start)
-    return measured
+        return not_measured(len(layers))
+    works = {plan: _works(plan, held, tokens, compiled) for plan in layers}
+    keys = {plan.name: [(work, layers[plan]) for work in works[plan]] for plan in layers}
+    return measure_layers(keys, timer, ran_out, clock)
 
 
 def add_histories(plans: Sequence[Plan], ruled: Mapping[str, Precision], device: torch.device) -> Amaxes | None:
@@ -155,9 +99,6 @@ def learn_rows(device: torch.device) -> None:
         ROWS_INTO_FP32[device.type] = not product_failure(E4M3, E4M3, device, rows=True, dtype=torch.float32)
 
 
-_Key = tuple[LayerWork, Precision]
-
-
 def _sizes(plan: Plan) -> list[tuple[int, int]]:
     return cast(type[Matmul], plan.kind).matrix_sizes(cast(Matmul, plan.module))
 
@@ -170,42 +111,6 @@ def _works(plan: Plan, held: Mapping[Tensor, Param], tokens: int, compiled: bool
     if device.type == "cpu":
         tokens, compiled = min(tokens, CPU_TOKENS), False
     return [LayerWork(inputs, outputs, tokens, bias, split, device, compiled) for inputs, outputs in _sizes(plan)]
-
-
-def _timed(timer: Timer, work: LayerWork, precision: Precision) -> tuple[float, float] | str:
-    try:
-        wide, narrow = timer(work, (precision.widened(), precision))
-    except torch.OutOfMemoryError:
-        return f"not timed: {work.tokens} tokens take more memory than there is"
-    except RuntimeError as error:  # of a kernel, or of the compiler
-        return f"not timed: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
-    return wide, narrow
-
-
-def _verdict(times: list[tuple[float, float] | str], precision: Precision) -> tuple[bool, str]:
-    failures = [failure for failure in times if isinstance(failure, str)]
-    if failures:
-        return False, f"{failures[0]}, so it stays {precision.compute}"
-    wide, narrow = (sum(seconds[side] for seconds in times if not isinstance(seconds, str)) for side in (0, 1))
-    first = f"{narrow * 1e3:.3g} ms in {_narrow_formats(precision)}"
-    return narrow * WORTH <= wide, f"measured: {first}, {wide * 1e3:.3g} ms in {precision.compute}"
-
-
-def _outcome(measured: Measured, keys: Sequence[_Key], seconds: float) -> str:
-    work, precision = keys[0]
-    narrow, wide = _narrow_formats(precision), precision.compute
-    count, total = sum(measured.narrow.values()), len(measured.narrow)
-    form = "compiled" if work.compiled else "eager"
-    how = f"{len(keys)} sizes timed {form} in {seconds:.1f} s of at most {BUDGET:g} s, at {work.tokens} tokens"
-    if count == total:
-        return f"all {total} matmuls that rules name are faster in {narrow} than in {wide} ({how})"
-    if count == 0:
-        return f"none of the {total} matmuls that rules name is faster in {narrow}, so all stay {wide} ({how})"
-    return f"{count} of the {total} matmuls that rules name are faster in {narrow}, the others stay {wide} ({how})"
-
-
-def _narrow_formats(precision: Precision) -> str:
-    return " and ".join(dict.fromkeys(str(o.format) for o in precision.operands if is_narrow(o.format)))
 
 
 def _pairs(precision: Precision) -> list[tuple[Format, Format, bool, torch.dtype]]:
@@ -242,7 +147,7 @@ def _check_sizes(layers: Mapping[Plan, Precision]) -> None:
             wrong = [f"in_features is {inputs}"] * (inputs % MULTIPLE > 0)
             wrong += [f"out_features is {outputs}"] * (outputs % MULTIPLE > 0)
             if wrong:
-                formats = _narrow_formats(precision)
+                formats = narrow_formats(precision)
                 bad.setdefault(plan.name, f"`{plan.name}` cannot run in {formats}: {' and '.join(wrong)}")
     if bad:
         first, *others = bad.values()

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from halfstep.config.load import load
+from halfstep.core.choice.layers import BUDGET
 from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import E4M3, E5M2
 from halfstep.core.measure import TOKENS
@@ -13,7 +14,7 @@ from halfstep.core.precision import precisions
 from halfstep.core.roles import Operand
 from halfstep.torch.apply import apply
 from halfstep.torch.convert import fp8_choice
-from halfstep.torch.convert.fp8_choice import BUDGET, CPU_TOKENS, measure_all
+from halfstep.torch.convert.fp8_choice import CPU_TOKENS, measure_all
 from halfstep.torch.convert.plan import plans_of
 from halfstep.torch.dtypes import product_failure, supported
 from halfstep.torch.measure import LayerWork, time_layer

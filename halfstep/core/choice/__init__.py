@@ -12,7 +12,7 @@ median, too, is ahead of the fastest fp32.
 
 bf16 is chosen if it pays, by at least MIN_GAIN. fp16 is chosen if bf16 does not pay and fp16 does, or if fp16 is
 faster than bf16 by FP16_MARGIN, to be worth its scale and skipped steps. Otherwise fp32. fp8 is never chosen here:
-whether it pays depends on each layer, which is measured when a model is prepared.
+whether it pays depends on each layer, which is measured when a model is prepared (layers.py).
 """
 
 import math

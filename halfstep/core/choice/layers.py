@@ -1,0 +1,169 @@
+"""Which layers are narrow because they are faster so (`compute=e4m3:measured`): the verdict, and its words.
+
+An fp8 matmul takes about half the time of a bf16 one, but its casts and transposed copies take time too. So each
+layer that a rule names is timed, forward and backward, by its size, in both precisions, and the whole layer stays
+wide if it is not faster by WORTH. The sizes in which a model works most are timed first; what is not timed within
+BUDGET seconds, or does not fit into memory, stays wide too. Emulated layers are not timed.
+
+A backend says which layers there are and times one of them; the rest is here.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
+
+from halfstep.core.ladder import Clock
+from halfstep.core.precision import Precision
+from halfstep.core.roles import is_narrow
+
+BUDGET = 90.0  # seconds that measuring may take; a size that was started is finished
+WORTH = 1.02  # how many times faster a narrow layer must be: timings of the same work differ by about as much
+
+
+class Work(Protocol):
+    """A layer to time, as a backend describes it: equal ones are timed once."""
+
+    @property
+    def tokens(self) -> int: ...  # noqa: D102
+    @property
+    def amount(self) -> int: ...  # noqa: D102  # of numbers in its weight
+    @property
+    def compiled(self) -> bool: ...  # noqa: D102
+    def __hash__(self) -> int: ...
+
+
+W = TypeVar("W", bound=Work)
+
+# (a layer, its two precisions: wide and narrow) -> seconds of a training pass in each
+Timer = Callable[[W, Sequence[Precision]], list[float]]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The layers whose rules say `measured`: by name, whether each is narrow, and why.
+
+    Two that run the same layers narrow are equal, whatever was measured.
+    """
+
+    narrow: Mapping[str, bool] = field(default_factory=dict)  # what runs
+    notes: Mapping[str, str] = field(default_factory=dict, compare=False)
+    here: str = field(default="", compare=False)  # how it was measured here and the outcome, in a line
+    # layers as a resumed run had them: their notes here
+    adopted: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.narrow.items()))
+
+    @property
+    def description(self) -> str:
+        """Describes what runs and why, in a line; empty if no rule says `measured`."""
+        if not self.adopted:
+            return self.here
+        count, total, others = sum(self.narrow.values()), len(self.narrow), len(self.adopted)
+        runs = f"{count} of the {total} matmuls that rules name are narrow, adopted from the run that is resumed"
+        return f"{runs}; timed here, {others} of them would differ: {self.here}"
+
+    def adopt(self, narrow: Mapping[str, bool]) -> "Measured":
+        """Returns the layers as a resumed run had them."""
+        notes, adopted = dict(self.notes), dict(self.adopted)
+        for name in self.changed_by(narrow):
+            before = adopted.pop(name, None)  # it changed before, so now it is back to what was measured here
+            if before is None:
+                adopted[name] = notes[name]
+            notes[name] = before or f"as in the run that is resumed; here {notes[name]}"
+        return replace(self, narrow={**self.narrow, **narrow}, notes=notes, adopted=adopted)
+
+    def changed_by(self, narrow: Mapping[str, bool]) -> list[str]:
+        """Returns the layers that would change."""
+        return [name for name, value in narrow.items() if self.narrow[name] != value]
+
+    def widen(self, ruled: Mapping[str, Precision]) -> dict[str, Precision]:
+        """Returns the precisions that rules give, wide for the layers that stay wide."""
+        return {name: p if self.narrow.get(name, True) else p.widened() for name, p in ruled.items()}
+
+
+NO_LAYERS = Measured()
+"""Of a policy whose rules do not say `measured`."""
+
+
+def not_measured(count: int | None = None) -> Measured:
+    """Returns the layers of an emulated policy, so many of them if that is known: all are narrow."""
+    matmuls = "matmuls" if count is None else f"{count} matmuls"
+    return Measured(here=f"nothing, since it is emulated: all {matmuls} of the rules are narrow")
+
+
+def resumed(narrow: Mapping[str, bool]) -> Measured:
+    """Returns the layers as a resumed run had them, where nothing was timed."""
+    as_there = "as in the run that is resumed"
+    count, total = sum(narrow.values()), len(narrow)
+    here = f"{count} of the {total} matmuls that rules name are narrow, {as_there}"
+    return Measured(dict(narrow), dict.fromkeys(narrow, as_there), here)
+
+
+def measure_layers(
+    works: Mapping[str, Sequence[tuple[W, Precision]]],
+    timer: Timer[W],
+    ran_out: Callable[[BaseException], bool],
+    clock: Clock = time.perf_counter,
+) -> Measured:
+    """Times layers, given by name what each multiplies and in which narrow precision, size by size."""
+    amounts: Counter[tuple[W, Precision]] = Counter()
+    for keys in works.values():
+        for key in keys:
+            amounts[key] += key[0].amount
+    if not amounts:
+        return NO_LAYERS
+    start = clock()
+    times: dict[tuple[W, Precision], tuple[float, float] | str] = {}
+    for (work, precision), _ in amounts.most_common():
+        late = clock() - start >= BUDGET
+        times[work, precision] = (
+            f"not timed within {BUDGET:g} s" if late else _timed(timer, work, precision, ran_out)
+        )
+    verdicts = {name: _verdict([times[key] for key in keys], keys[0][1]) for name, keys in works.items()}
+    narrow = {name: faster for name, (faster, _) in verdicts.items()}
+    here = _outcome(narrow, list(amounts), clock() - start)
+    return Measured(narrow, {name: note for name, (_, note) in verdicts.items()}, here)
+
+
+def narrow_formats(precision: Precision) -> str:
+    """Returns the formats of narrow operands, in words."""
+    return " and ".join(dict.fromkeys(str(o.format) for o in precision.operands if is_narrow(o.format)))
+
+
+def _timed(
+    timer: Timer[W], work: W, precision: Precision, ran_out: Callable[[BaseException], bool]
+) -> tuple[float, float] | str:
+    try:
+        wide, narrow = timer(work, (precision.widened(), precision))
+    except (MemoryError, RuntimeError) as error:  # of a kernel, or of the compiler
+        if ran_out(error):
+            return f"not timed: {work.tokens} tokens take more memory than there is"
+        return f"not timed: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+    return wide, narrow
+
+
+def _verdict(times: Sequence[tuple[float, float] | str], precision: Precision) -> tuple[bool, str]:
+    failures = [failure for failure in times if isinstance(failure, str)]
+    if failures:
+        return False, f"{failures[0]}, so it stays {precision.compute}"
+    wide, narrow = (sum(seconds[side] for seconds in times if not isinstance(seconds, str)) for side in (0, 1))
+    first = f"{narrow * 1e3:.3g} ms in {narrow_formats(precision)}"
+    return narrow * WORTH <= wide, f"measured: {first}, {wide * 1e3:.3g} ms in {precision.compute}"
+
+
+def _outcome(narrow: Mapping[str, bool], keys: Sequence[tuple[Any, Precision]], seconds: float) -> str:
+    work, precision = keys[0]
+    formats, wide = narrow_formats(precision), precision.compute
+    count, total = sum(narrow.values()), len(narrow)
+    form = "compiled" if work.compiled else "eager"
+    how = f"{len(keys)} sizes timed {form} in {seconds:.1f} s of at most {BUDGET:g} s, at {work.tokens} tokens"
+    if count == total:
+        return f"all {total} matmuls that rules name are faster in {formats} than in {wide} ({how})"
+    if count == 0:
+        return f"none of the {total} matmuls that rules name is faster in {formats}, so all stay {wide} ({how})"
+    return (
+        f"{count} of the {total} matmuls that rules name are faster in {formats}, the others stay {wide} ({how})"
+    )
