@@ -72,6 +72,11 @@ class Muon(Optimizer):
         self._momentum = momentum
 
     @property
+    def momentum_now(self) -> Any:
+        """The device scalar that was set; None if groups have their own."""
+        return self._momentum
+
+    @property
     def note(self) -> str:
         """How the iteration is computed, and why."""
         device = self.param_groups[0]["params"][0].device
@@ -127,7 +132,7 @@ class Muon(Optimizer):
             applied, skipped = 1 - found_inf, found_inf > 0
             moved.masked_fill_(skipped, 0.0)
             momentum = torch.where(skipped, torch.stack(momenta), momentum)
-        torch._foreach_add_(steps, applied)
+        torch._foreach_add_(steps, [applied] * len(steps))  # one tensor would be taken for a number, and read
         torch._foreach_copy_(momenta, momentum.unbind())
         wide, rate = [*map(local, self.masters.wide(params))], self.rate_of(batch.group)
         torch._foreach_mul_(wide, 1 - applied * rate * batch.group["weight_decay"])

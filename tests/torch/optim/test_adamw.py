@@ -3,6 +3,7 @@ import pickle
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP32
@@ -292,6 +293,22 @@ def test_the_kernel_is_for_gpus_that_multiply_bf16(monkeypatch, capability, kern
     monkeypatch.setattr(newton_schulz, "_capability", lambda device: capability)
     monkeypatch.setattr(newton_schulz, "has_triton", lambda: True)
     assert (not why_torch(torch.device("cuda", 0), torch.bfloat16)) == kernel
+
+
+class NoReads(TorchDispatchMode):
+    """Refuses to read a number, which waits for a device that is not the CPU."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function is not torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+@both_kinds
+def test_a_step_reads_no_number(kind):
+    params = [parameter(4, 8, seed=s) for s in range(2)]
+    optimizer = kind(params, lr=torch.tensor(0.1), weight_decay=0.1)
+    with NoReads():
+        optimizer.step(grads(params, 0), found_inf=torch.zeros(()), scale=torch.ones(()))
 
 
 WRONG = {
