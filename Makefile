@@ -67,10 +67,12 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/measure/overhead.py
 	$(BIN)/python benchmarks/measure/presets.py
 
-# Write the pages that are generated: reference pages from the schema, tables of docs/models.md from prepared models.
+# Write what is generated: reference pages from the schema, tables of docs/models.md from prepared models, figures of the
+# lessons.
 docs: $(VENV)/.dev
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/models.py
+	$(BIN)/python docs/figures.py
 
 # Build the site of docs/ into site/, without a network; a link or an anchor that leads nowhere is an error, and so is a
 # page that the navigation of mkdocs.yml lacks.

@@ -1,0 +1,111 @@
+"""The lessons, the guides and the page of symptoms: every block runs, and prints what the page shows beneath it.
+
+The blocks of a page share their names, from top to bottom. After a block of Python or a command (`console`) that
+prints, a block of text has all that it prints. `<!-- slow -->` before a block leaves it to `make prove`.
+"""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from halfstep.cli.main import run as run_command
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [*sorted(DOCS.glob("learn/*.md")), *sorted(DOCS.glob("guides/*.md")), DOCS / "solve.md"]
+PAGES = [page for page in PAGES if page.exists()]
+FENCE = re.compile(r"(<!-- slow -->\n)?^```(\w*)\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", flags=re.S | re.M)
+# What is shown and not run: settings, and commands that need a GPU, a cluster or minutes, and say so.
+SHOWN = {"toml", "sh"}
+
+
+class Block(NamedTuple):
+    line: int
+    kind: str
+    text: str
+    shown: str
+    slow: bool
+
+
+def read_blocks(text):
+    return [
+        Block(text.count("\n", 0, match.start(3)), match[2], match[3], match[4] or "", bool(match[1]))
+        for match in FENCE.finditer(text)
+        if match[2] not in SHOWN
+    ]
+
+
+def run_blocks(page, blocks, read_output):
+    """Runs blocks in the order of the page; returns (line, what was printed, what the page shows) of each."""
+    names = {"__name__": f"docs.{page.stem}"}
+    for block in blocks:
+        if block.kind == "python":
+            code = "\n" * block.line + block.text  # errors have the line of the page
+            exec(compile(code, str(page), "exec"), names)
+        else:
+            for command in block.text.replace("\\\n", " ").splitlines():
+                program, *arguments = shlex.split(command.removeprefix("$ "), comments=True)
+                assert program == "halfstep", command
+                run_command(arguments)
+        yield block.line, read_output(), block.shown
+
+
+def check(page, blocks, capsys):
+    def read_output():
+        return "".join(f"{line.rstrip()}\n" for line in capsys.readouterr().out.strip("\n").splitlines())
+
+    for line, printed, shown in run_blocks(page, blocks, read_output):
+        assert printed == shown, f"{page.name}, line {line}"
+
+
+BLOCKS = {page: read_blocks(page.read_text(encoding="utf-8")) for page in PAGES}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}-{page.stem}")
+def test_the_blocks_of_a_page_print_what_it_shows(page, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check(page, [block for block in BLOCKS[page] if not block.slow], capsys)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(block.slow for block in BLOCKS[page])], ids=lambda page: page.stem
+)
+def test_the_slow_blocks_too(page, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check(page, BLOCKS[page], capsys)
+
+
+def test_every_fence_is_read():
+    for page in PAGES:
+        fences = re.findall(r"^```(\w*)$", page.read_text(encoding="utf-8"), flags=re.M)
+        kinds = [kind for kind in fences if kind]
+        assert len(fences) == 2 * len(kinds), page
+        outputs = sum(bool(block.shown) for block in BLOCKS[page])
+        assert kinds.count("text") == outputs, f"{page}: a block of text that shows no block's output"
+        assert {*kinds} <= {"python", "console", "text", *SHOWN}, page
+
+
+SLOW_FIGURES = {"memory_by_role"}  # it follows four steps of GPT-2
+
+
+def draw(name):
+    spec = importlib.util.spec_from_file_location("figures", DOCS / "figures.py")
+    figures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(figures)
+    assert {path.stem for path in (DOCS / "learn").glob("*.svg")} == {*figures.FIGURES}
+    return figures.FIGURES[name]()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(path.stem, marks=[pytest.mark.prove] if path.stem in SLOW_FIGURES else [])
+        for path in sorted((DOCS / "learn").glob("*.svg"))
+    ],
+)
+def test_a_figure_is_current(name):
+    assert (DOCS / "learn" / f"{name}.svg").read_text(encoding="utf-8") == draw(name), "run `make docs`"
