@@ -34,6 +34,7 @@ API = {
         *("prepare", "Run", "StepResult", "AdamW", "Muon"),
         *("CastedLinear", "Norm", "LayerNorm", "RMSNorm", "Softmax", "CrossEntropyLoss"),
         *("casts_for", "linear", "attention", "layer_norm", "rms_norm", "softmax", "cross_entropy", "quantize"),
+        "linear_cross_entropy",
     ],
     "halfstep.jax": [
         *(

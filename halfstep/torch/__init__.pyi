@@ -5,6 +5,7 @@ from .islands import RMSNorm as RMSNorm
 from .islands import Softmax as Softmax
 from .islands import cross_entropy as cross_entropy
 from .islands import layer_norm as layer_norm
+from .islands import linear_cross_entropy as linear_cross_entropy
 from .islands import rms_norm as rms_norm
 from .islands import softmax as softmax
 from .layers import CastedLinear as CastedLinear

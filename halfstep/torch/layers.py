@@ -36,6 +36,7 @@ from halfstep.core.formats import BF16, FP32, Format, parse
 from halfstep.core.policy import Policy, as_policy
 from halfstep.core.precision import Precision, base_precision
 from halfstep.core.refusal import named_format
+from halfstep.torch import losses
 from halfstep.torch.dtypes import FLOATS, dtype_of, format_of
 from halfstep.torch.fp8.delayed import History
 from halfstep.torch.fp8.linear import in_graph, narrow_linear
@@ -278,10 +279,42 @@ def additive(mask: Tensor | None, dtype: torch.dtype) -> Any:
 def cross_entropy(logits: Tensor, targets: Tensor, casts: Casts, softcap: float = 0.0) -> Tensor:
     """Returns the sum of -log softmax(logits)[target] over all targets: inside and out in the loss format."""
     with torch._C.DisableTorchFunction():
+        if not losses.why_not(logits, logits.dtype, casts):
+            return losses.row_cross_entropy(
+                logits.flatten(0, -2), targets.flatten(), losses.Terms(softcap=softcap)
+            ).sum()
         inside = island(logits, "loss", casts).flatten(0, -2)
         if softcap:
             inside = softcap * torch.tanh(inside / softcap)
         return island(F.cross_entropy(inside, targets.flatten(), reduction="sum"), "loss", casts)  # type: ignore[no-any-return]
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    casts: Casts,
+    terms: losses.Terms = losses.PLAIN,
+    chunks: int = 1,
+) -> Tensor:
+    """Returns the sum of the losses of `linear(x, weight, bias, casts)`, whose logits nobody sees (losses.py).
+
+    For casts that are `direct`, with an fp32 loss.
+    """
+    with torch._C.DisableTorchFunction():
+        if torch._C._is_any_autocast_enabled():
+            raise autocast_error()
+        x, targets = x if x.dtype is casts.compute else x.to(casts.compute), targets.flatten()
+        if transforming():
+            values, owner = operand_of(weight, casts.whole)
+            logits = linear_in_steps(x, values, check_transformed(owner, casts), bias, casts)
+            return losses.in_torch(logits.flatten(0, -2), targets, terms).sum()
+        if torch.compiler.is_compiling() or is_split(weight):
+            values, owner = operand_of(weight, casts.whole)
+        else:
+            values, owner = made_cast(weight, casts.compute), weight
+        return losses.linear_losses(x, values, owner, bias, targets, casts, terms, chunks)
 
 
 def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor, casts: Casts) -> Tensor:

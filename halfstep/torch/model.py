@@ -22,7 +22,8 @@ from halfstep.config.model import ModelConfig, module_names, parameter_shapes
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.torch import layers
 from halfstep.torch.layers import CastedLinear, Layer, Matmul, Norm
-from halfstep.torch.lowering import enter, owned, rounded
+from halfstep.torch.losses import Terms, why_not
+from halfstep.torch.lowering import Casts, enter, owned, rounded
 
 
 class Decoder(Layer):
@@ -45,11 +46,15 @@ class Decoder(Layer):
         self.register_buffer("cos_TK", cos_TK, persistent=False)
         self.register_buffer("sin_TK", sin_TK, persistent=False)
         self.skip_sources = [config.skip_into(layer) for layer in range(config.layers)]
+        self.loss_chunks = 1  # in which the head's logits are made, if its loss is fused with it (losses.py)
         self.recompute = False  # whether the backward pass runs blocks again instead of keeping their activations
         assert {name: tuple(p.shape) for name, p in self.named_parameters()} == parameter_shapes(config)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Returns the logits of each next token, in the head's compute format, before the softcap."""
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Returns the logits of each next token, in the head's compute format, before the softcap.
+
+        With targets, the sum over all of them of the negative log-likelihood instead, in the loss format.
+        """
         casts = self.casts
         x_BTD = self.embed(tokens_BT)
         if self.positions is not None:
@@ -71,15 +76,21 @@ class Decoder(Layer):
             first_values = values if first_values is None else first_values
             if self.skip_weights is not None and len(skips) < len(self.skip_weights):
                 skips.append(x_BTD)
-        return self.lm_head(self.final_norm(x_BTD), self.embed.weight)  # type: ignore[no-any-return]
+        x_BTD = self.final_norm(x_BTD)
+        if targets_BT is not None and not self.lm_head.why_not_fused(x_BTD, casts):
+            terms = Terms(softcap=self.config.softcap)
+            return self.lm_head.loss(x_BTD, self.embed.weight, targets_BT, terms, self.loss_chunks)
+        logits = self.lm_head(x_BTD, self.embed.weight)
+        if targets_BT is None:
+            return logits  # type: ignore[no-any-return]
+        return layers.cross_entropy(logits, targets_BT, casts, self.config.softcap)
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor, called: nn.Module | None = None) -> Tensor:
         """Returns the sum over all targets of the negative log-likelihood, in the loss format.
 
         `called` is what wraps the model, if something does (DDP).
         """
-        logits = self(tokens_BT) if called is None else called(tokens_BT)
-        return layers.cross_entropy(logits, targets_BT, self.casts, self.config.softcap)
+        return (self if called is None else called)(tokens_BT, targets_BT)  # type: ignore[no-any-return]
 
     def capped(self, logits: Tensor) -> Tensor:
         """Returns the logits as the loss sees them: in fp32, after the softcap."""
@@ -225,6 +236,20 @@ class Head(Matmul):
         """Returns the logits."""
         weight = tied if self.weight is None else self.weight
         return layers.linear(x_BTD, weight, None, self.casts, history=self.halfstep_history)
+
+    def loss(self, x_BTD: Tensor, tied: Tensor, targets_BT: Tensor, terms: Terms, chunks: int) -> Tensor:
+        """Returns the sum of the losses of its logits, which are never seen."""
+        weight = tied if self.weight is None else self.weight
+        return layers.linear_cross_entropy(x_BTD, weight, None, targets_BT, self.casts, terms, chunks)
+
+    def why_not_fused(self, x_BTD: Tensor, model: Casts) -> str:
+        """Returns why the loss is computed of logits that this layer returns; empty if `loss` computes both."""
+        casts = self.casts
+        if not casts.direct or casts.plain:
+            return "lm_head has operands in formats of their own, or emulates"
+        if self._forward_hooks or self._forward_pre_hooks:
+            return "lm_head has hooks, which see its logits"
+        return why_not(x_BTD, casts.compute, model)
 
     def matrix_sizes(self) -> list[tuple[int, int]]:
         """Returns the size of its own matrix, or the embedding's."""

@@ -28,6 +28,14 @@ PRODUCT = {
     "b": "fp32",
     "c": "fp32",
 }
+LOSS = {
+    **dict.fromkeys(("logits", "grads"), "*bf16"),
+    **dict.fromkeys(("losses", "lses", "factors"), "*fp32"),
+    **dict.fromkeys(("smoothing", "cap", "z_loss", "factor"), "fp32"),
+    "targets": "*i64",
+    "ignored": "i32",
+}
+PADDED = {"WIDTH": 50257, "PADDED": 50264, "STRIDE": 50264, "GRAD_STRIDE": 50264, "BLOCK": 8192}
 WIDE, NARROW = {"width": 768, "COLUMNS": 1024, "ROWS": 1}, {"width": 64, "COLUMNS": 64, "ROWS": 16}
 CASES = [
     ("adamw", "_count", ADAMW, {"COUNTED": 128}),
@@ -40,6 +48,18 @@ CASES = [
     ("normalize", "_backward", ROWS, {**NARROW, "GAIN": False, "CENTERED": False}),
     ("symmetric", "_symmetric", PRODUCT, {"ADDS": False, "BLOCK": 128, "DEPTH": 64}),
     ("symmetric", "_symmetric", PRODUCT, {"ADDS": True, "BLOCK": 128, "DEPTH": 64}),
+    (
+        "cross_entropy",
+        "_row",
+        LOSS,
+        {**PADDED, **dict.fromkeys(("LOSS", "GRAD", "CAP", "SMOOTHING", "Z_LOSS"), True)},
+    ),
+    (
+        "cross_entropy",
+        "_row",
+        LOSS,
+        {**PADDED, "LOSS": False, "GRAD": True, "CAP": False, "SMOOTHING": False, "Z_LOSS": False},
+    ),
 ]
 COMPILE = """
 import importlib, inspect, json, sys

@@ -1,0 +1,356 @@
+"""Cross-entropy of narrow logits, fp32 inside, and of a linear layer's logits, which nobody else sees.
+
+torch widens logits before their loss: those of 32 x 1024 tokens and 50,304 columns, 3.3 GB, become four tensors of
+6.6 GB in eager mode. Here no number of them is ever stored in fp32 (kernels/cross_entropy.py):
+
+**Rows** of anybody's logits. Forward, they are read once. Backward, they are read once more, and the gradient is
+written to memory of its own: somebody may read the logits later. Each row's incoming gradient is in it before it
+is rounded.
+
+**Linear**: of x W^T + b. The logits are ours alone, so their gradient g is written over them in the forward pass.
+What comes in later, s, is one number:
+
+    grad_input = s (g W)        grad_weight = s (g^T x)        grad_bias = s sum(g)
+
+Each is summed in fp32 and multiplied there, before it is rounded. So g holds differences of shares, at most 1, and
+neither 1 / tokens nor a loss scale. In fp16 it is multiplied by 2^14, which keeps shares from 2^-28 on normal, and
+s is divided by it.
+
+**Chunks.** With n > 1, tokens are taken in n parts of one size, and the logits of one part exist at a time. What
+is kept for the backward pass is the gradients, in fp32. Each chunk more saves memory of logits, and costs a pass
+over the weight's gradient.
+
+**Where.** The kernel is for NVIDIA GPUs with Triton; elsewhere the operations compute the same in torch's
+functions. torch.func gets torch's functions too; second derivatives are refused.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from halfstep.torch.kernels import has_triton
+from halfstep.torch.lowering import Casts
+from halfstep.torch.matmul import lacks, matmul, once, rows_of
+from halfstep.torch.tracing import transforming
+
+NARROW = (torch.bfloat16, torch.float16)
+
+
+class Terms(NamedTuple):
+    """What the loss of a row consists of; the arguments of torch's `cross_entropy`, and two that it lacks."""
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    softcap: float = 0.0  # logits are softcap tanh(logits / softcap); 0 for none
+    z_loss: float = 0.0  # times the square of log(sum(exp(logits)))
+
+
+# fp16 has no exponent to spare for shares of a vocabulary.
+SCALES = {torch.float16: 2.0**14}
+ONCE = (
+    "cross-entropy of narrow logits",
+    "widen the logits first: F.cross_entropy(logits.float(), targets) can be differentiated twice",
+)
+
+PLAIN = Terms()
+
+# --- the operations, opaque to compilers
+
+
+@torch.library.custom_op("halfstep::cross_entropy", mutates_args=())
+def row_losses(
+    logits: Tensor, targets: Tensor, width: int, ignored: int, smoothing: float, cap: float, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """Returns the loss of each row in fp32, and the logarithm of its sum of exponentials."""
+    terms = Terms(ignored, smoothing, cap, z_loss)
+    if has_kernel(logits):
+        return _kernels().losses(logits, targets, width, terms)  # type: ignore[no-any-return]
+    losses, lses, _ = _in_steps(logits[:, :width], targets, terms)
+    return losses, lses
+
+
+@row_losses.register_fake
+def _(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _numbers(logits), _numbers(logits)
+
+
+@torch.library.custom_op("halfstep::cross_entropy_grad", mutates_args=())
+def row_gradients(
+    logits: Tensor, targets: Tensor, lses: Tensor, factors: Tensor, width: int, ignored: int, smoothing: float,
+    cap: float, z_loss: float,
+) -> Tensor:  # fmt: skip
+    """Returns the gradient of each row's loss, times its factor, in the dtype of the logits."""
+    terms = Terms(ignored, smoothing, cap, z_loss)
+    grads = _like(logits)
+    if has_kernel(logits):
+        _kernels().gradients(logits, grads, targets, lses, factors, width, terms)
+    else:
+        _store(grads, _in_steps(logits[:, :width], targets, terms)[2] * factors[:, None], width)
+    return grads
+
+
+@row_gradients.register_fake
+def _(logits: Tensor, *_: Any) -> Tensor:
+    return _like(logits)
+
+
+@torch.library.custom_op("halfstep::cross_entropy_", mutates_args=("logits",))
+def row_losses_(
+    logits: Tensor, targets: Tensor, width: int, ignored: int, smoothing: float, cap: float, z_loss: float,
+    factor: float,
+) -> Tensor:  # fmt: skip
+    """Returns the loss of each row in fp32; `factor` times their gradient is written over the logits."""
+    terms = Terms(ignored, smoothing, cap, z_loss)
+    if has_kernel(logits):
+        return _kernels().losses_and_gradients(logits, targets, width, terms, factor)  # type: ignore[no-any-return]
+    losses, _, grads = _in_steps(logits[:, :width], targets, terms)
+    _store(logits, grads * factor, width)
+    return losses
+
+
+@row_losses_.register_fake
+def _(logits: Tensor, *_: Any) -> Tensor:
+    return _numbers(logits)
+
+
+@torch.library.custom_op("halfstep::linear_cross_entropy", mutates_args=())
+def linear_gradients(
+    rows: Tensor, w: Tensor, b: Tensor | None, targets: Tensor, chunks: int, needs: list[bool], width: int,
+    ignored: int, smoothing: float, cap: float, z_loss: float, factor: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns the sum of losses of x W^T + b, and `factor` times the gradients of x, W and b, in fp32.
+
+    One operation, because a compiler that sees the parts keeps the logits of all chunks for later. A gradient that
+    nobody `needs` is empty.
+    """
+    total, grad_input, grad_weight, grad_bias = _empty_gradients(rows, w, needs)
+    start = 0
+    for part, wanted in zip(chunked(rows, chunks), chunked(targets, chunks), strict=True):
+        first = start == 0
+        logits = _logits(part, w, b)
+        losses = row_losses_(logits, wanted, width, ignored, smoothing, cap, z_loss, factor).sum()
+        total = losses if first else total + losses
+        if needs[0]:
+            grad_input[start : start + part.shape[0]] = matmul(logits, w, torch.float32)
+        if needs[1]:
+            _add_product(grad_weight, logits.t(), part, first)
+        if needs[2]:
+            _add(grad_bias, logits.sum(0, dtype=torch.float32), first)
+        start += part.shape[0]
+    return total, grad_input, grad_weight, grad_bias
+
+
+@linear_gradients.register_fake
+def _(rows: Tensor, w: Tensor, b: Any, targets: Tensor, chunks: int, needs: list[bool], *_: Any) -> Any:
+    return _empty_gradients(rows, w, needs)
+
+
+def _empty_gradients(rows: Tensor, w: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sizes = (rows.shape, w.shape, w.shape[:1])
+    wanted = [size if needed else 0 for size, needed in zip(sizes, needs, strict=True)]
+    total, *grads = (rows.new_empty(size, dtype=torch.float32) for size in ((), *wanted))
+    return total, *grads  # type: ignore[return-value]
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """Adds a b to an fp32 matrix: in the matmul itself where the device has one that does."""
+    if a.is_cuda:
+        torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, beta=0 if first else 1, out=total)
+    else:
+        _add(total, matmul(a, b, torch.float32), first)
+
+
+def _add(total: Tensor, more: Tensor, first: bool) -> None:
+    if first:
+        total.copy_(more)
+    else:
+        total.add_(more)
+
+
+def in_torch(logits: Tensor, targets: Tensor, terms: Terms) -> Tensor:
+    """Returns the loss of each row in torch's own functions, in fp32."""
+    ignored, smoothing, cap, z_loss = terms
+    z = logits.float()
+    z = cap * torch.tanh(z / cap) if cap else z
+    losses = F.cross_entropy(z, targets, ignore_index=ignored, label_smoothing=smoothing, reduction="none")
+    if not z_loss:
+        return losses
+    return losses + z_loss * torch.where(targets != ignored, torch.logsumexp(z, -1), 0.0).square()
+
+
+def _in_steps(logits: Tensor, targets: Tensor, terms: Terms) -> tuple[Tensor, Tensor, Tensor]:
+    """The plain reference: loss, logarithm of the sum of exponentials and gradient of each row, in fp32."""
+    _, smoothing, cap, z_loss = terms
+    z, here = logits.float(), targets != terms.ignore_index
+    tanh = torch.tanh(z / cap) if cap else None
+    z = z if tanh is None else cap * tanh
+    lses = torch.logsumexp(z, -1)
+    grads = torch.exp(z - lses[:, None]) * (1 + 2 * z_loss * lses[:, None]) - smoothing / z.shape[1]
+    grads.scatter_add_(1, torch.where(here, targets, 0)[:, None], torch.full_like(lses, smoothing - 1)[:, None])
+    grads = grads if tanh is None else grads * (1 - tanh * tanh)
+    return in_torch(logits, targets, terms), lses, torch.where(here[:, None], grads, 0.0)
+
+
+def _store(out: Tensor, grads: Tensor, width: int) -> None:
+    out[:, :width] = grads
+    out[:, width:] = 0
+
+
+def _numbers(logits: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.float32)
+
+
+def _like(logits: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def has_kernel(logits: Tensor) -> bool:
+    """Whether the kernel runs on the device of a tensor."""
+    return logits.is_cuda and has_triton()
+
+
+@cache
+def _kernels() -> Any:
+    from halfstep.torch.kernels import cross_entropy  # needs Triton
+
+    return cross_entropy
+
+
+# --- with gradients
+
+
+class Rows(torch.autograd.Function):
+    """The loss of each row of somebody's logits, in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, terms: Terms) -> Tensor:
+        """Returns the losses."""
+        losses, lses = row_losses(logits, targets, logits.shape[1], *terms)
+        ctx.save_for_backward(logits, targets, lses)
+        ctx.terms = terms
+        return losses
+
+    @staticmethod
+    @once(*ONCE)
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradient of the logits."""
+        logits, targets, lses = ctx.saved_tensors
+        return row_gradients(logits, targets, lses, g.contiguous(), logits.shape[1], *ctx.terms), None, None
+
+
+class Linear(torch.autograd.Function):
+    """The sum of the losses of x W^T + b, in fp32; operands as in matmul.Linear. `needs`: which have gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        values: Tensor,
+        owner: Tensor,
+        bias: Tensor | None,
+        bias_owner: Tensor | None,
+        targets: Tensor,
+        terms: Terms,
+        chunks: int,
+        needs: tuple[bool, bool, bool],
+        casts: Casts,
+    ) -> Tensor:
+        """Returns the sum."""
+        rows, w, b = operands(x, values, bias, casts)
+        ctx.shape, ctx.width, ctx.casts, ctx.needs, ctx.chunks = x.shape, values.shape[0], casts, needs, chunks
+        scale = SCALES.get(w.dtype, 1.0)
+        if chunks > 1:
+            total, *grads = linear_gradients(rows, w, b, targets, chunks, list(needs), ctx.width, *terms, scale)
+            ctx.save_for_backward(*grads)
+            return total
+        logits = _logits(rows, w, b)
+        losses = row_losses_(logits, targets, ctx.width, *terms, scale)
+        ctx.save_for_backward(rows, w, logits)
+        return losses.sum()
+
+    @staticmethod
+    @once(*ONCE)
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradient of each input."""
+        casts, needs, width = ctx.casts, ctx.needs, ctx.width
+        factor = g / SCALES.get(casts.compute, 1.0)
+        if ctx.chunks > 1:
+            grads = ctx.saved_tensors
+        else:
+            rows, w, g = ctx.saved_tensors
+            grads = (
+                matmul(g, w, torch.float32) if needs[0] else None,
+                matmul(g.t(), rows, torch.float32) if needs[1] else None,
+                g.sum(0, dtype=torch.float32) if needs[2] else None,
+            )
+        dx, dw, db = (grad * factor if needed else None for grad, needed in zip(grads, needs, strict=True))
+        dx = None if dx is None else dx.to(casts.grad).view(ctx.shape)
+        dw, db = (None if grad is None else grad[:width] for grad in (dw, db))
+        return dx, None, dw, None, db, None, None, None, None, None
+
+
+def operands(x: Tensor, values: Tensor, bias: Tensor | None, casts: Casts) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns the rows of x, and W and b in compute, with as many columns as tensor cores want (matmul.Linear)."""
+    compute = casts.compute
+    w, b = values.to(compute), None if bias is None else bias.to(compute)
+    lacking = lacks(w.shape[0], x)
+    if lacking:
+        w, b = F.pad(w, (0, 0, 0, lacking)), b if b is None else F.pad(b, (0, lacking))
+    return rows_of(x), w, b
+
+
+def _logits(rows: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    # As matmul.Linear: an NVIDIA GPU adds the bias to the fp32 sum.
+    return F.linear(rows, w, b) if b is None or rows.is_cuda else F.linear(rows, w) + b
+
+
+def chunked(rows: Tensor, chunks: int) -> Sequence[Tensor]:
+    """Returns the chunks of tokens, of one size, the last of which may be smaller."""
+    return rows.split(max(1, -(-rows.shape[0] // chunks)))
+
+
+# --- what others call
+
+
+def why_not(beside: Tensor, dtype: torch.dtype, casts: Casts | None = None) -> str:
+    """Returns why the kernel is not for logits in this dtype, on the device of a tensor; empty if it is."""
+    if casts is not None and (casts.emulate or casts.loss is not torch.float32):
+        return "the loss is emulated or not in fp32"
+    if dtype not in NARROW:
+        return "logits are neither bf16 nor fp16"
+    if not has_kernel(beside):
+        return "it needs an NVIDIA GPU and Triton"
+    return "torch.func transforms it" if transforming() else ""
+
+
+def row_cross_entropy(logits: Tensor, targets: Tensor, terms: Terms) -> Tensor:
+    """Returns the loss of each row of logits, in fp32."""
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    if torch.is_grad_enabled() and logits.requires_grad:
+        return Rows.apply(logits, targets, terms)  # type: ignore[no-any-return]
+    return row_losses(logits, targets, logits.shape[1], *terms)[0]
+
+
+def linear_losses(
+    x: Tensor, values: Tensor, owner: Tensor, bias: Tensor | None, targets: Tensor, casts: Casts, terms: Terms,
+    chunks: int = 1,
+) -> Tensor:  # fmt: skip
+    """Returns the sum of the losses of x W^T + b, of an x in compute; `targets` are of one dimension."""
+    given = None if bias is None else bias.detach()
+    needs = (x.requires_grad, owner.requires_grad, bias is not None and bias.requires_grad)
+    if torch.is_grad_enabled() and any(needs):
+        return Linear.apply(x, values, owner, given, bias, targets, terms, chunks, needs, casts)  # type: ignore[no-any-return]
+    rows, w, b = operands(x, values, given, casts)
+    pairs = zip(chunked(rows, chunks), chunked(targets, chunks), strict=True)
+    sums = [row_losses(_logits(part, w, b), wanted, values.shape[0], *terms)[0].sum() for part, wanted in pairs]
+    return torch.stack(sums).sum()
+
+
+def mean_of(total: Tensor, targets: Tensor, ignored: int) -> Tensor:
+    """Returns the mean over targets of a sum of losses; of none it is NaN with a gradient of zero, as torch's."""
+    count = (targets != ignored).sum()
+    return total / count.clamp(min=1) + torch.where(count > 0, 0.0, torch.nan)

@@ -1,0 +1,349 @@
+"""The kernel and its plain reference against fp64, within the roundings of formats. Without a GPU, interpreted.
+
+u is half a unit of the narrow format, to which a gradient is rounded once; Triton's interpreter truncates to bf16.
+"""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from halfstep.core.errors import HalfstepError
+from halfstep.torch import linear_cross_entropy, losses
+from halfstep.torch.losses import Terms
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+WAYS = [
+    "plain",
+    pytest.param("kernel", marks=pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")),
+]
+ALL = Terms(7, 0.1, 5.0, 0.01)
+# Less than a block of columns, a block, several with a tail; each term alone, and all.
+CASES = [
+    (50, torch.bfloat16, ALL),
+    (64, torch.float16, Terms(7)),
+    (129, torch.bfloat16, Terms(7, softcap=3.0)),
+    (129, torch.float16, Terms(7, label_smoothing=0.2)),
+    (70, torch.bfloat16, Terms(7, z_loss=0.05)),
+    (200, torch.float16, ALL),
+]
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    """The kernel with blocks of 64 numbers, or torch's functions."""
+    if request.param == "kernel":
+        from halfstep.torch.kernels import cross_entropy
+
+        monkeypatch.setattr(cross_entropy, "BLOCK", 64)
+    monkeypatch.setattr(losses, "has_kernel", lambda tensor: request.param == "kernel")
+    return request.param
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+def targets_of(rows, width):
+    """Some classes, the second ignored."""
+    targets = torch.arange(rows) * 31 % width
+    targets[1] = 7
+    targets[targets == 7] = torch.tensor([7] + [8] * (int((targets == 7).sum()) - 1))
+    return targets.to(DEVICE)
+
+
+def exact(logits, targets, terms):
+    """Losses, and their gradient, in fp64."""
+    z = logits.detach().double().requires_grad_()
+    capped = terms.softcap * torch.tanh(z / terms.softcap) if terms.softcap else z
+    options = {"ignore_index": terms.ignore_index, "label_smoothing": terms.label_smoothing}
+    rows = F.cross_entropy(capped, targets, reduction="none", **options)
+    rows = rows + (targets != terms.ignore_index) * terms.z_loss * torch.logsumexp(capped, -1).square()
+    (grads,) = torch.autograd.grad(rows.sum(), z)
+    return rows.detach(), grads
+
+
+def inside(logits, terms):
+    """The relative error of exp(z) over its sum in fp32, at most: a sum of so many terms, and z rounded before."""
+    largest = terms.softcap or float(logits[logits.isfinite()].abs().max())
+    return (logits.shape[1] + 8 * largest + 16) * 2.0**-24
+
+
+def unit(dtype, way):
+    half = torch.finfo(dtype).eps / 2
+    return 2 * half if way == "kernel" and not CUDA and dtype == torch.bfloat16 else half
+
+
+@pytest.mark.parametrize(("width", "dtype", "terms"), CASES, ids=str)
+def test_losses_and_gradients_are_those_of_fp64_rounded_once(width, terms, dtype, way):
+    padded, rows, factors = width + -width % 8, 5, torch.tensor([1.0, 3.0, 0.3, -2.0, 0.0], device=DEVICE)
+    given, targets = (draw(rows, padded) * 4).to(dtype), targets_of(rows, width)
+    right, right_grads = exact(given[:, :width], targets, terms)
+    error = inside(given[:, :width], terms)
+    near = error * (2 + right.abs()) * (1 + 4 * terms.z_loss * 20)
+    found, lses = losses.row_losses(given, targets, width, *terms)
+    assert ((found.double() - right).abs() <= near).all()
+    grads = losses.row_gradients(given, targets, lses, factors, width, *terms)
+    over = given.clone()
+    assert torch.equal(losses.row_losses_(over, targets, width, *terms, 4.0), found)
+    for made, factor in ((grads, factors[:, None].double()), (over, torch.full((), 4.0, device=DEVICE).double())):
+        assert made.dtype == dtype
+        bound = (right_grads.abs() * unit(dtype, way) + 4 * error) * factor.abs()
+        difference = (made[:, :width].double() - right_grads * factor).abs()
+        assert (difference <= bound + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps).all()
+        assert not made[:, width:].any()
+        assert not made[1].any()
+
+
+def test_columns_of_minus_infinity_have_no_share_and_a_row_that_is_not_finite_has_no_loss(way):
+    given, terms = draw(4, 200, dtype=torch.float16), Terms()
+    given[0, :150] = -torch.inf
+    given[1, 3], given[2, 199] = torch.inf, torch.nan
+    targets = torch.tensor([160, 1, 1, 1], device=DEVICE)
+    found, lses = losses.row_losses(given, targets, 200, *terms)
+    right, _ = exact(given[:1], targets[:1], terms)
+    assert (found[0].double() - right[0]).abs() <= inside(given[:1], terms) * 4
+    assert found[1:3].isnan().all()
+    made = losses.row_gradients(given, targets, lses, torch.ones(4, device=DEVICE), 200, *terms)
+    assert not made[0, :150].any()
+    assert made[3].isfinite().all()
+    assert made[2].isnan().any()
+
+
+def test_an_ignored_row_may_hold_anything_and_a_target_that_is_no_class_makes_nan(way):
+    given = torch.full((2, 70), torch.nan, device=DEVICE).half()
+    ignored = torch.full((2,), -100, device=DEVICE)
+    assert not losses.row_losses_(given, ignored, 70, *Terms(), 1.0).any()
+    assert not given.any()
+    if way == "kernel":  # torch raises, on a GPU by stopping the process
+        found, _ = losses.row_losses(given, torch.tensor([70, -1], device=DEVICE), 70, *Terms())
+        assert found.isnan().all()
+
+
+# --- with the matmul
+
+
+def linear_passes(x, weight, bias, targets, incoming, **options):
+    """The loss and its gradients."""
+    given = [t.detach().requires_grad_() for t in (x, weight, bias)]
+    loss = linear_cross_entropy(given[0], given[1], targets, given[2], **options)
+    loss.backward(incoming)
+    return loss.detach(), *(t.grad for t in given)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "reduction", "dtype"),
+    [
+        (1, "sum", torch.float16),
+        (3, "sum", torch.bfloat16),
+        (1, "mean", torch.bfloat16),
+        (1, "none", torch.float16),
+    ],
+)
+def test_a_linear_layer_with_its_loss_has_the_gradients_of_fp64(chunks, reduction, dtype, way):
+    width, terms = 70, Terms(7, 0.1, 5.0, 0.01)
+    x, weight, bias = draw(2, 4, 24, dtype=dtype), draw(width, 24, seed=1), draw(width, seed=2)
+    targets = targets_of(8, width).view(2, 4)
+    incoming = torch.tensor(0.37, device=DEVICE)
+    factors = incoming.double() / (1 if reduction == "sum" else 7)
+    if reduction == "none":
+        incoming = draw(2, 4, seed=3)
+        factors = incoming.double().view(8, 1)
+    options = {**terms._asdict(), "chunks": chunks, "reduction": reduction}
+    loss, *grads = linear_passes(x, weight, bias, targets, incoming, **options)
+    # The logits are what the layer makes: from there on in fp64.
+    rows, w, b = losses.operands(x, weight, bias, losses_casts(x))
+    logits = losses._logits(rows, w, b)[:, :width]
+    right, g = exact(logits, targets.flatten(), terms)
+    rows, w, error = rows.double(), w[:width].double(), 4 * inside(logits, terms)
+    total = {"sum": right.sum(), "mean": right.sum() / 7, "none": right.view(2, 4)}[reduction]
+    assert ((loss.double() - total).abs() <= error * (right.abs().sum() + 8)).all()
+    # g is rounded once, its errors add up over the sum, and an fp32 sum of so many terms has some of its own.
+    off = (g.abs() * unit(dtype, way) + error + torch.finfo(dtype).tiny * 2.0**-14) * factors.abs()
+    g = g * factors
+    sums = (width + 8 + 16) * 2.0**-24
+    expected = (
+        (grads[0].view(8, 24), g @ w, off @ w.abs() + sums * (g.abs() @ w.abs())),
+        (grads[1], g.t() @ rows, off.t() @ rows.abs() + sums * (g.abs().t() @ rows.abs())),
+        (grads[2], g.sum(0), off.sum(0) + sums * g.abs().sum(0)),
+    )
+    assert [t.dtype for t in grads] == [dtype, torch.float32, torch.float32]
+    for made, right, near in expected:
+        final = torch.finfo(dtype).eps * right.abs() if made.dtype == dtype else 0.0
+        assert ((made.double() - right).abs() <= near + final + 1e-12).all()
+
+
+def losses_casts(x):
+    from halfstep.torch.layers import casts_like
+
+    return casts_like(x)
+
+
+def test_small_shares_do_not_underflow_in_fp16_and_neither_does_the_mean_over_many_tokens(way):
+    """Shares near 2^-23 would be two or one of the smallest numbers of fp16."""
+    x, weight = torch.ones(1, 1, device=DEVICE).half(), torch.zeros(40, 1, device=DEVICE)
+    weight[0] = 16.0
+    targets = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    _, _, grad, _ = linear_passes(
+        x, weight, torch.zeros(40, device=DEVICE), targets, torch.tensor(2.0**-20, device=DEVICE)
+    )
+    _, right = exact(weight.t(), targets, Terms())
+    assert 2.0**-24 < right[0, 1] < 2.0**-22
+    assert (grad[1:, 0].double() / (right[0, 1:] * 2.0**-20) - 1).abs().max() <= torch.finfo(torch.float16).eps
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_without_a_target_the_mean_is_nan_and_its_gradient_zero_as_torchs(chunks, way):
+    x, weight, bias = draw(4, 8, dtype=torch.float16), draw(16, 8, seed=1), draw(16, seed=2)
+    targets = torch.full((4,), -100, device=DEVICE)
+    loss, *grads = linear_passes(x, weight, bias, targets, None, chunks=chunks)
+    assert loss.isnan()
+    assert not any(grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_graph_may_be_kept_but_not_differentiated_twice(chunks, way):
+    x, weight = draw(4, 8, dtype=torch.float16).requires_grad_(), draw(16, 8, seed=1).requires_grad_()
+    loss = linear_cross_entropy(x, weight, torch.arange(4, device=DEVICE), chunks=chunks)
+    once, again = (torch.autograd.grad(loss, [x, weight], retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+    grads = torch.autograd.grad(loss, [x, weight], create_graph=True)
+    with pytest.raises(HalfstepError, match="cannot be differentiated twice"):
+        grads[0].float().sum().backward()
+
+
+def test_only_what_needs_a_gradient_gets_one_and_evaluation_is_the_same_number(way):
+    x, weight, targets = draw(5, 8, dtype=torch.float16), draw(16, 8, seed=1), torch.arange(5, device=DEVICE)
+    with torch.no_grad():
+        expected = linear_cross_entropy(x, weight, targets)
+    for chunks in (1, 2):
+        frozen = weight.clone().requires_grad_()
+        loss = linear_cross_entropy(x, frozen, targets, chunks=chunks)
+        assert (loss - expected).abs() <= 8 * 2.0**-24 * expected
+        loss.backward()
+        assert frozen.grad is not None
+        given = x.clone().requires_grad_()
+        linear_cross_entropy(given, weight, targets, chunks=chunks).backward()
+        assert given.grad is not None
+
+
+def test_torch_func_gets_torchs_functions(way):
+    x, weight, targets = draw(5, 8, dtype=torch.float16), draw(16, 8, seed=1), torch.arange(5, device=DEVICE)
+    loss = linear_cross_entropy(x, weight, targets)
+    by_func = torch.func.grad(lambda w: linear_cross_entropy(x, w, targets))(weight)
+    given = weight.clone().requires_grad_()
+    linear_cross_entropy(x, given, targets).backward()
+    assert loss.isfinite()
+    bound = torch.finfo(torch.float16).eps * x.abs().sum(0).float()
+    assert ((by_func - given.grad).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"reduction": "some"}, "reduction is"), ({"target": torch.zeros(3, dtype=torch.int64)}, "target is int64")],
+)
+def test_arguments_that_mean_nothing_are_refused(options, error):
+    given = {"input": torch.zeros(2, 4), "weight": torch.zeros(5, 4), "target": torch.zeros(2, dtype=torch.int64)}
+    with pytest.raises(HalfstepError, match=error):
+        linear_cross_entropy(**{**given, **options})
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_it_compiles_into_one_graph_with_the_same_bits(chunks, way):
+    x, weight, bias = draw(4, 8, dtype=torch.float16), draw(16, 8, seed=1), draw(16, seed=2)
+    targets, incoming = torch.arange(4, device=DEVICE), torch.tensor(0.3, device=DEVICE)
+
+    def passes(function):
+        given = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        loss = function(given[0], given[1], targets, given[2], softcap=5.0, chunks=chunks)
+        loss.backward(incoming)
+        return [loss.detach(), *(t.grad for t in given)]
+
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    for one, other in zip(passes(linear_cross_entropy), passes(compiled), strict=True):
+        assert torch.equal(one, other)
+
+
+# --- in our decoder
+
+
+def decoder(policy, **changes):
+    from halfstep.config.model import ModelConfig
+    from halfstep.core.policy import Policy
+    from halfstep.torch.apply import apply
+    from halfstep.torch.model import Decoder
+
+    sizes = {"vocabulary": 34, "context": 4, "layers": 1, "width": 16, "heads": 2, "softcap": 5.0}
+    model = Decoder(ModelConfig(**{**sizes, **changes}))
+    model.initialize(0)
+    model.to(DEVICE)
+    apply(model, Policy.parse(policy), model.module_names())
+    return model
+
+
+def calls(monkeypatch):
+    """What the decoder's loss calls from now on."""
+    seen = []
+    for name in ("linear_losses", "row_cross_entropy"):
+        real = getattr(losses, name)
+        monkeypatch.setattr(losses, name, lambda *args, real=real, name=name: seen.append(name) or real(*args))
+    return seen
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize(("policy", "tied", "chunks"), [("bf16-mixed", True, 1), ("fp16-mixed", False, 2)])
+def test_the_decoder_fuses_its_head_with_its_loss(policy, tied, chunks, monkeypatch):
+    tokens = torch.arange(10, device=DEVICE).view(2, 5) * 3
+
+    def passes():
+        model = decoder(policy, tied=tied)
+        model.loss_chunks = chunks
+        loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+        (loss * 0.1).backward()
+        return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+    if CUDA:
+        monkeypatch.setattr(losses, "has_kernel", lambda _: False)
+    loss, grads = passes()
+    monkeypatch.setattr(losses, "has_kernel", lambda _: True)
+    seen = calls(monkeypatch)
+    fused, fused_grads = passes()
+    assert seen == ["linear_losses"]
+    assert (fused - loss).abs() <= 64 * 2.0**-24 * loss
+    eps = torch.finfo(torch.bfloat16 if policy == "bf16-mixed" else torch.float16).eps
+    for name, grad in grads.items():
+        # A few roundings of activations' gradients on the way, each of which tips either way.
+        assert (fused_grads[name] - grad).norm() <= 4 * eps * grad.norm() + eps * 2.0**-24, name
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize(
+    ("policy", "seen"),
+    [
+        ("bf16-mixed; lm_head: compute=fp32", []),
+        ("bf16-mixed,loss=bf16", []),
+        ("bf16-mixed,emulate=true", []),
+        ("fp32", []),
+    ],
+)
+def test_other_formats_leave_the_loss_to_torch(policy, seen, monkeypatch):
+    monkeypatch.setattr(losses, "has_kernel", lambda _: True)
+    called, model = calls(monkeypatch), decoder(policy)
+    tokens = torch.arange(10, device=DEVICE).view(2, 5)
+    assert model.loss(tokens[:, :-1], tokens[:, 1:]).isfinite()
+    assert called == seen
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_a_head_with_hooks_returns_its_logits_and_nobody_writes_to_them(monkeypatch):
+    monkeypatch.setattr(losses, "has_kernel", lambda _: True)
+    called, model, shown = calls(monkeypatch), decoder("bf16-mixed"), []
+    model.lm_head.register_forward_hook(lambda module, args, y: shown.append((y, y.detach().clone())))
+    tokens = torch.arange(10, device=DEVICE).view(2, 5)
+    model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+    assert called == ["row_cross_entropy"]
+    assert torch.equal(*shown[0])
