@@ -1,4 +1,4 @@
-"""The lessons, the guides and the page of symptoms: every block runs, and prints what the page shows beneath it.
+"""First pages, lessons, guides and the page of symptoms: every block runs, and prints what is shown beneath it.
 
 The blocks of a page share their names, from top to bottom. After a block of Python or a command (`console`) that
 prints, a block of text has all that it prints. `<!-- slow -->` before a block leaves it to `make prove`.
@@ -15,7 +15,10 @@ import pytest
 from halfstep.cli.main import run as run_command
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = [*sorted(DOCS.glob("learn/*.md")), *sorted(DOCS.glob("guides/*.md")), DOCS / "solve.md"]
+START = [
+    DOCS / "start" / f"{name}.md" for name in ("install", "your_loop", "jax", "mlx")
+]  # the others: test_start.py
+PAGES = [*START, *sorted(DOCS.glob("learn/*.md")), *sorted(DOCS.glob("guides/*.md")), DOCS / "solve.md"]
 PAGES = [page for page in PAGES if page.exists()]
 FENCE = re.compile(r"(<!-- slow -->\n)?^```(\w*)\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", flags=re.S | re.M)
 # What is shown and not run: settings, and commands that need a GPU, a cluster or minutes, and say so.

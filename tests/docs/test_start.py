@@ -1,0 +1,55 @@
+"""The first pages whose output has times in it: it is as shown, but for its numbers."""
+
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from tests.accelerate_state import fresh_accelerate  # noqa: F401
+from tests.docs.test_taught import DOCS, PAGES, read_blocks, run_blocks
+
+
+def masked(text):
+    """Returns the lines of a text with every number the same."""
+    return [re.sub(r"\d[\d.,:]*", "#", line.rstrip()) for line in text.strip().splitlines()]
+
+
+def test_every_page_has_a_test():
+    here = {DOCS / "start" / "first_run.md", DOCS / "start" / "frameworks.md"}
+    assert set(DOCS.glob("start/*.md")) == here | {page for page in PAGES if page.parent.name == "start"}
+
+
+def test_the_frameworks_train_under_the_policy_that_the_page_gives_them(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = DOCS / "start" / "frameworks.md"
+    blocks = read_blocks(page.read_text(encoding="utf-8"))
+    outputs = [*run_blocks(page, blocks, lambda: capsys.readouterr().out)]
+    assert len(outputs) == 3
+    for line, printed, shown in outputs:
+        assert masked(printed) == masked(shown), f"line {line}"
+
+
+@pytest.mark.prove
+def test_a_first_run_prints_what_the_page_shows_and_continues(tmp_path):
+    page = (DOCS / "start" / "first_run.md").read_text(encoding="utf-8")
+    first, *more = re.findall(r"^```sh\n(.*?)^```", page, flags=re.S | re.M)
+    shown = re.search(r"^```\n(.*?)^```", page, flags=re.S | re.M)[1]
+    # In fp32, which is fast everywhere, and for four steps.
+    commands = [
+        f"{first.strip()} --policy fp32".replace("=40", "=4"),
+        *"".join(more).replace("=60", "=6").splitlines(),
+    ]
+    printed = []
+    for command in commands:
+        program, *arguments = shlex.split(command)
+        assert program == "halfstep"
+        ran = subprocess.run(
+            [sys.executable, "-m", "halfstep", *arguments], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert ran.returncode == 0, ran.stderr
+        printed.append(masked(re.sub(r"^precision .*$", "precision", ran.stderr, flags=re.M)))
+    expected = masked(re.sub(r"^precision .*$", "precision", shown.replace("  scale 65536", ""), flags=re.M))
+    assert {line for line in expected if line != "..."} <= {*printed[0]}
+    assert any(line.startswith("step #/#") for line in printed[-1])
