@@ -25,6 +25,7 @@ import torch
 
 from halfstep.core.compare.gaps import seed_spread, verdict
 from halfstep.core.policy import Policy
+from halfstep.core.precision import precisions
 from halfstep.tools.bench.arms.model import GPT2
 from halfstep.tools.tune.reasons import judged, policy_file, share
 from halfstep.tools.tune.rules import changed
@@ -32,6 +33,7 @@ from halfstep.tools.tune.search import Option
 from halfstep.tools.tune.targets import base_of
 from halfstep.tools.tune.tune import Settings, Tuned, Tuner
 from halfstep.torch import AdamW, prepare
+from halfstep.torch.convert.plan import matmuls, plans_of
 from halfstep.torch.tuning.study import Study
 from halfstep.torch.tuning.trial import Trial
 from halfstep.training.data.load import load_corpus
@@ -127,9 +129,10 @@ def rival_of(shape: Shape, base: Policy) -> Policy:
     run = prepare(model, optimizer, named, tokens=shape.options.batch * shape.options.context)
     print(f"fp8-mixed: {run.conversion.measured.description}")
     print(*dict.fromkeys(run.conversion.measured.notes.values()), sep="\n", flush=True)
-    narrow, wanted = run.conversion.measured.narrow, Policy.parse(named)
-    option = Option(str(wanted.compute.format), str(wanted.grad.format))
-    return changed(base, list(narrow), {name: option for name, chosen in narrow.items() if chosen})[0]
+    narrow = run.conversion.measured.narrow or {plan.name: True for plan in matmuls(plans_of(run.model))}
+    forward, backward = precisions(Policy.parse(named), [*narrow])[next(iter(narrow))].operands
+    option = Option(str(forward.format), str(backward.format))
+    return changed(base, [*narrow], {name: option for name, chosen in narrow.items() if chosen})[0]
 
 
 def losses_of(shape: Shape, policy: Policy) -> list[float]:

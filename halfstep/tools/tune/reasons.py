@@ -32,19 +32,24 @@ def why(tuned: Tuned, wanted: Wanted) -> str:
         if len(options) == 1:
             return f"it alone loses {_range(shares)} of a step's descent, and takes {took}"
         return f"{len(options)} matmuls: each alone loses {_range(shares)} of a step's descent; they take {took}"
-    return "; ".join(_kept(tuned, base, name) for name in wanted.modules)
+    kept: dict[str, list[str]] = {}
+    for name in wanted.modules:
+        kept.setdefault(_kept(tuned, base, name), []).append(name)
+    return "; ".join(
+        f"`{names[0]}` {reason}" if len(names) == 1 else f"each of {len(names)} matmuls {reason}"
+        for reason, names in kept.items()
+    )
 
 
 def _kept(tuned: Tuned, base: Policy, name: str) -> str:
     """Returns why a module stays as in the base."""
-    where = f"`{name}` "
     cheaper = [option for option in tuned.rows[name] if option.cost < tuned.rows[name][0].cost]
     if not cheaper:
         fast = min(tuned.rows[name][1:], key=lambda option: option.cost)
         took = f"{amount(fast.cost, tuned.unit)} instead of {amount(tuned.rows[name][0].cost, tuned.unit)}"
-        return f"{where}saves nothing here: {took} in {words(base, fast.compute, fast.grad)}"
+        return f"saves nothing here: {took} in {words(base, fast.compute, fast.grad)}"
     least = min(cheaper, key=lambda option: option.damage)
-    text = f"{where}loses {percent(least.damage)} of a step's descent in {words(base, least.compute, least.grad)}"
+    text = f"loses {percent(least.damage)} of a step's descent in {words(base, least.compute, least.grad)}"
     failed = [each for each in tuned.evaluations if not each.met and name in each.modules]
     if not failed:
         return text

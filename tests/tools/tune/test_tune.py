@@ -80,6 +80,13 @@ def test_file_says_why_and_reads_back(tmp_path):
     assert "# 5 matmuls: each alone loses 0.11 % of a step's descent" in text
 
 
+def test_modules_that_stay_wide_for_the_same_reason_share_a_line(tmp_path):
+    wide = {name: 0.5 for name in NAMES if name.endswith("down")}
+    text = policy_file(tuned(Fake(wide), tmp_path))
+    assert text.count("loses 50 % of a step's descent in e4m3") == 1
+    assert "# each of 3 matmuls loses 50 % of a step's descent in e4m3" in text
+
+
 def test_nothing_is_trained_twice(tmp_path):
     class Stops(Fake):
         def train(self, *args):
