@@ -45,7 +45,7 @@ def plan(
     price
         Of a GPU for an hour, in any currency.
     overrides
-        A setting, such as training.batch=64. Of a factory, training.steps and training.compile.
+        A setting, such as training.batch=64. Of a factory, training.steps, training.compile and training.memory.
     """
     from halfstep.config.load import read_policy
     from halfstep.config.machines import load_machine
@@ -90,12 +90,13 @@ def _planner(
             "bf16-mixed" if auto else config.policy,
         )
     for override in overrides:
-        if setting_named(override) not in ("training.steps", "training.compile"):
+        if setting_named(override) not in ("training.steps", "training.compile", "training.memory"):
             raise ConfigError(
-                f"--set {override} changes nothing of a factory", hint="training.steps and training.compile do"
+                f"--set {override} changes nothing of a factory",
+                hint="training.steps, training.compile and training.memory do",
             )
     training = load(DEFAULT_RECIPE, overrides).training
-    options: dict[str, Any] = {"compiled": training.compile, "steps": training.steps}
+    options: dict[str, Any] = {"compiled": training.compile, "steps": training.steps, "memory": training.memory}
     given = (machine, gpus, price)
     return (
         lambda policy: plan_factory(lambda: call(find(module, factory), target), policy, *given, **options),
@@ -139,7 +140,7 @@ def _fits(each: "Plan") -> str:
 
 def _remedy(each: "Plan") -> str:
     ways = [
-        "--set training.recompute_blocks=true keeps fewer activations",
+        "--set training.memory=lean keeps fewer activations, and training.recompute_blocks=true fewer still",
         "--set parallel.shard=full shares the rest",
     ]
     if each.largest:

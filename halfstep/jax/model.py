@@ -8,6 +8,7 @@ Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head,
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,10 +56,12 @@ class Decoder(Layer):
         base: Precision = _FP32,
         *,
         recompute: bool = False,
+        lean: bool = False,
     ):
         super().__init__("", base)
         self.config = config
         self.recompute = recompute  # the backward pass runs blocks again instead of keeping their activations
+        self.lean = lean  # the backward pass keeps what matmuls and attention return, and computes the rest again
         by_name = dict(precisions or {})
 
         def at(name: str) -> Precision:
@@ -88,7 +91,9 @@ class Decoder(Layer):
             if source is not None:
                 weight_BTD = spread(params["skip_weights"][source], x_BTD.shape, casts)
                 x_BTD = rounded(x_BTD + rounded(weight_BTD * skips[source], casts), casts)
-            through = jax.checkpoint(block) if self.recompute else block
+            through: Callable[..., Any] = block
+            if self.recompute or self.lean:
+                through = jax.checkpoint(block, policy=None if self.recompute else _is_product)
             x_BTD, values = through(params, x_BTD, x0_BTD, first_values, (cos_TK, sin_TK))
             first_values = values if first_values is None else first_values
             if layer < config.num_skips:
@@ -116,7 +121,7 @@ class Decoder(Layer):
         loose = [name for name in parameter_shapes(self.config) if "." not in name]
         by_name = precisions(policy, [*self.module_names(), *loose])
         by_name = by_name if measured is None else measured.widen(by_name)
-        return Decoder(self.config, by_name, base_precision(policy), recompute=self.recompute)
+        return Decoder(self.config, by_name, base_precision(policy), recompute=self.recompute, lean=self.lean)
 
     def set_weights(self, weights: Weights) -> dict[str, Array]:
         """Returns every parameter at the value given for its name."""
@@ -279,3 +284,8 @@ _NONLINEARITIES: dict[str, Callable[[Array], Array]] = {
 def _norm(config: ModelConfig, name: str, at: At) -> Norm:
     eps = config.epsilon_of(config.norm)
     return Norm(name, at(name), config.norm, config.norm_gain, config.bias, eps)
+
+
+def _is_product(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Whether a primitive is a matmul, or attention by a kernel: what `lean` keeps of a block."""
+    return "dot" in primitive.name

@@ -79,7 +79,8 @@ class Session:
         self.description = describe(device)
         check_divides(config.training.batch, len(every), "a micro-batch", "set training.batch to")
         self._schedule, self._momentum = schedule, momentum
-        self._plain = Decoder(config.model, recompute=config.training.recompute_blocks)
+        again, lean = config.training.recompute_blocks, config.training.memory == "lean"
+        self._plain = Decoder(config.model, recompute=again, lean=lean)
         self.micro_batches = config.training.micro_batches
         first = self._plain.set_weights(initial_weights(config.model, config.seed) if weights is None else weights)
         self._begin(policy, first)

@@ -40,7 +40,7 @@ from halfstep.core.refusal import EMULATE, check_formats, check_named, check_rea
 from halfstep.core.roles import Param, Value, print_value
 from halfstep.core.rules import Resolved
 from halfstep.torch.cast import carried, split
-from halfstep.torch.convert import causal, fp8_choice, plan
+from halfstep.torch.convert import causal, fp8_choice, lean, plan
 from halfstep.torch.convert.causal import Attention
 from halfstep.torch.convert.known_packages import routers, with_routers
 from halfstep.torch.convert.modules import Island, Leaf
@@ -71,6 +71,7 @@ class Applied:
     measured: Measured | None = None  # if rules say `measured`
     amaxes: Amaxes | None = None  # if operands are delayed
     split_later: tuple[str, ...] = ()  # masters that are whole until optimizers come
+    recomputed: tuple[str, ...] | None = None  # modules whose results are computed again, if memory is lean
 
     def summed_here(self) -> list[str]:
         """Names the parameters whose gradients are summed beside them, where DDP does not see them."""
@@ -93,12 +94,15 @@ def apply(
     compiled: bool = True,
     timer: Timer[LayerWork] = time_layer,
     split: bool = True,
+    memory: str = "fast",
 ) -> Applied:
     """Gives a model a policy, whose rules may match `names`; `timer` times the layers of rules with `measured`.
 
-    Without `split`, masters that the policy splits stay whole until `split_now`: they may be sharded first.
+    Without `split`, masters that the policy splits stay whole until `split_now`: they may be sharded first. With
+    the memory `lean`, cheap results are computed again in the backward pass (convert/lean.py).
     """
     plan.check_model(model, empty=not split)
+    lean.check_memory(memory, model)
     parameters, plans = trainable(model), plans_of(model)
     ruled, roles, masters, kept_whole = check_policy(model, policy, names, plans, empty=not split)
     base = base_precision(policy)
@@ -114,6 +118,7 @@ def apply(
     amaxes = fp8_choice.add_histories(plans, ruled, next(iter(parameters.values())).device)
     attention = causal.choose(model)
     originals = plan.convert(model, plans, chosen, base, causal=any(not row.why_not for row in attention))
+    recomputed = lean.save_memory(model, originals) if memory == "lean" else None
     notes = {} if measured is None else measured.notes
     changes = [c for p in plans if (c := change_of(p, chosen.get(p.name, base), notes.get(p.name, "")))]
     return Applied(
@@ -129,6 +134,7 @@ def apply(
         measured=measured,
         amaxes=amaxes,
         split_later=later,
+        recomputed=recomputed,
     )
 
 

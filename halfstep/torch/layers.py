@@ -54,6 +54,7 @@ from halfstep.torch.lowering import (
 )
 from halfstep.torch.matmul import Rows, Scores, apply_linear, eager_linear, linear_in_steps, scores_in_steps
 from halfstep.torch.norms import normalized
+from halfstep.torch.recompute import NODE, again, dropping
 from halfstep.torch.split.holder import Holder
 from halfstep.torch.split.operand import is_split, operand_of, through
 from halfstep.torch.tracing import transforming
@@ -124,20 +125,25 @@ def linear(
             if transposed:
                 values, owner = values.t(), owner.t()
             added = None if bias is None else made_cast(bias, compute)
+            if type(x.grad_fn) is NODE:
+                with dropping(x):
+                    return eager_linear(x, values, owner, added, bias, casts)  # type: ignore[no-any-return]
             return eager_linear(x, values, owner, added, bias, casts)  # type: ignore[no-any-return]
         if casts.plain:
             weight = owned(weight, casts).float()
-            weight = weight.t() if transposed else weight
-            return F.linear(x.float(), weight, None if bias is None else bias.float())
+            weight, x = weight.t() if transposed else weight, x.float()
+            with dropping(x):
+                return F.linear(x, weight, None if bias is None else bias.float())
         values, owner = operand_of(weight, casts.whole)
         if transposed:
             values, owner = values.t(), owner.t()
         x = rounded(x if x.dtype is casts.compute else x.to(casts.compute), casts)
-        if casts.wide is not None:
-            return narrow_linear(x, values, owner, bias, casts, history)
-        if transforming():
+        if transforming() and casts.wide is None:
             return linear_in_steps(x, values, check_transformed(owner, casts), bias, casts)
-        return apply_linear(x, values, owner, None if bias is None else bias.detach(), bias, casts)
+        with dropping(x):
+            if casts.wide is not None:
+                return narrow_linear(x, values, owner, bias, casts, history)
+            return apply_linear(x, values, owner, None if bias is None else bias.detach(), bias, casts)
 
 
 def check_transformed(weight: Tensor, casts: Casts) -> Tensor:
@@ -333,6 +339,7 @@ class Layer(Holder):
     """A module with a precision of its own; fp32 until a policy is applied."""
 
     casts: Casts = casts_of(Precision())
+    halfstep_recomputed: bool = False  # the backward pass computes cheap results again instead of keeping them
     named: Format | None = None  # the format that it was built with, if one was named
 
     @property
@@ -421,7 +428,11 @@ class Norm(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the normalized input."""
-        casts = self.casts or casts_like(x)
+        casts, eps = self.casts or casts_like(x), self.eps
         if self.kind == "layer":
-            return layer_norm(x, self.weight, self.bias, casts, self.eps)
-        return rms_norm(x, self.weight, casts, self.eps)
+            if self.halfstep_recomputed:
+                return again(lambda x, g, b: layer_norm(x, g, b, casts, eps), x, self.weight, self.bias)
+            return layer_norm(x, self.weight, self.bias, casts, eps)
+        if self.halfstep_recomputed:
+            return again(lambda x, g: rms_norm(x, g, casts, eps), x, self.weight)
+        return rms_norm(x, self.weight, casts, eps)

@@ -13,6 +13,10 @@ compute format; norms, softmax and the loss are islands (layers.py).
 Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head, V vocabulary.
 """
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,6 +28,9 @@ from halfstep.torch import layers
 from halfstep.torch.layers import CastedLinear, Layer, Matmul, Norm
 from halfstep.torch.losses import Terms, why_not
 from halfstep.torch.lowering import Casts, enter, owned, rounded
+from halfstep.torch.recompute import again, dropping
+
+LEAN_CHUNKS = 4  # a quarter of the logits is less than what two or three layers keep; each costs a pass
 
 
 class Decoder(Layer):
@@ -96,6 +103,20 @@ class Decoder(Layer):
         """Returns the logits as the loss sees them: in fp32, after the softcap."""
         cap = self.config.softcap
         return cap * torch.tanh(logits.float() / cap) if cap else logits.float()
+
+    def save_memory(self) -> tuple[str, ...]:
+        """Makes the backward pass compute norms and activations again; returns what does so.
+
+        A block that runs again whole does so anyway. A loss that is fused with the head makes a part of the logits
+        at a time.
+        """
+        self.loss_chunks = LEAN_CHUNKS
+        inside = {part for block in self.blocks for part in block.modules()} if self.recompute else set()
+        for part in self.modules():
+            if isinstance(part, Layer) and part not in inside:
+                part.halfstep_recomputed = True
+        named = [(name, part) for name, part in self.named_modules() if part not in inside]
+        return tuple(name for name, part in named if isinstance(part, Norm | HeadNorm | MLP))
 
     def module_names(self) -> list[str]:
         """Returns the names that rules match."""
@@ -177,12 +198,23 @@ class Attention(Layer):
             v_BHTK = rounded(v_BHTK + rounded(mix * rounded(first_values - v_BHTK, casts), casts), casts)
         if self.q_norm is not None and self.k_norm is not None:
             q_BHTK, k_BHTK = self.q_norm(q_BHTK), self.k_norm(k_BHTK)
-        if self.rotary:
-            q_BHTK, k_BHTK = layers.rotate(q_BHTK, *angles, casts), layers.rotate(k_BHTK, *angles, casts)
-        if self.q_gain is not None:
-            q_BHTK = rounded(q_BHTK * enter(owned(self.q_gain, casts), casts)[:, None, None], casts)
-        y_BHTK = layers.attention(q_BHTK, k_BHTK, v_BHTK, casts)
+        if self.rotary and self.halfstep_recomputed and self.q_norm is not None:
+            q_BHTK = again(self._placed, q_BHTK, *angles, self.q_gain)
+            k_BHTK = again(self._placed, k_BHTK, *angles)
+        else:
+            q_BHTK, k_BHTK = self._placed(q_BHTK, *angles, self.q_gain), self._placed(k_BHTK, *angles)
+        with dropping(q_BHTK, k_BHTK) if self.halfstep_recomputed else nullcontext():
+            y_BHTK = layers.attention(q_BHTK, k_BHTK, v_BHTK, casts)
         return self.o(y_BHTK.transpose(1, 2).flatten(2)), values
+
+    def _placed(self, x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor, gain_H: Tensor | None = None) -> Tensor:
+        """Returns queries or keys turned by their positions, and times the gain of their head."""
+        casts = self.casts
+        if self.rotary:
+            x_BHTK = layers.rotate(x_BHTK, cos_TK, sin_TK, casts)
+        if gain_H is not None:
+            x_BHTK = rounded(x_BHTK * enter(owned(gain_H, casts), casts)[:, None, None], casts)
+        return x_BHTK
 
 
 class MLP(Layer):
@@ -197,15 +229,19 @@ class MLP(Layer):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Returns what the MLP adds to the stream."""
+        gate = () if self.gate is None else (self.gate(x_BTD),)
+        call = again if self.halfstep_recomputed else _call
+        return self.down(call(self._activated, self.up(x_BTD), *gate))  # type: ignore[no-any-return]
+
+    def _activated(self, hidden: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Returns what enters the second matmul."""
         casts = self.casts
-        hidden = enter(self.up(x_BTD), casts)
-        if self.gate is not None:
-            hidden = rounded(rounded(F.silu(enter(self.gate(x_BTD), casts)), casts) * hidden, casts)
-        elif self.kind == "relu2":
-            hidden = rounded(F.relu(hidden).square(), casts)
-        else:
-            hidden = rounded(F.gelu(hidden, approximate="tanh" if self.kind == "gelu" else "none"), casts)
-        return self.down(hidden)  # type: ignore[no-any-return]
+        hidden = enter(hidden, casts)
+        if gate is not None:
+            return rounded(rounded(F.silu(enter(gate, casts)), casts) * hidden, casts)
+        if self.kind == "relu2":
+            return rounded(F.relu(hidden).square(), casts)
+        return rounded(F.gelu(hidden, approximate="tanh" if self.kind == "gelu" else "none"), casts)
 
 
 class Embedding(Layer):
@@ -266,7 +302,11 @@ class HeadNorm(Layer):
 
     def forward(self, x_BHTK: Tensor) -> Tensor:
         """Returns the normalized heads."""
-        return layers.rms_norm(x_BHTK, self.weight, self.casts, self.eps)
+        casts, eps = self.casts, self.eps
+        # Compiled code fuses the norm with the turning that follows, which is marked: torch keeps what is between.
+        if self.halfstep_recomputed and not torch.compiler.is_compiling():
+            return again(lambda x, g: layers.rms_norm(x, g, casts, eps), x_BHTK, self.weight)
+        return layers.rms_norm(x_BHTK, self.weight, casts, eps)
 
 
 def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
@@ -275,6 +315,10 @@ def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
     rates = config.rope_base ** -(torch.arange(half, dtype=torch.float64) / half)
     angles = torch.outer(torch.arange(config.context, dtype=torch.float64), rates).repeat(1, 2)
     return angles.cos().float(), angles.sin().float()
+
+
+def _call(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    return function(*inputs)
 
 
 def _norm(config: ModelConfig) -> Norm:

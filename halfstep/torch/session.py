@@ -110,6 +110,7 @@ class Session:
         check_later(config.schedule, lambda later: check_policy(self.model, later, names))
         check_later(config.schedule, lambda later: check_reach(later, reach(config.model)))
         options: dict[str, Any] = {"tokens": tokens, "compiled": self._compiled, "split": not in_group()}
+        options["memory"] = config.training.memory
         self.conversion = apply(self.model, policy, names, **options)
         if in_group() and self.conversion.measured is not None:  # each process has timed its own device
             self.conversion = adopt(

@@ -93,6 +93,7 @@ def prepare(
     seed: int = 0,
     ema: float = 0.0,
     tokens: int = TOKENS,
+    memory: str = "fast",
 ) -> "Run":
     """Applies a policy to any model and any torch optimizers, in place; `Run.unprepare` undoes it.
 
@@ -104,7 +105,8 @@ def prepare(
     Existing gradients are dropped: their scale is unknown. `seed` is for stochastic rounding; all replicas must
     use the same one. `ema` is the decay of an average of the masters, 0 for none. The policy `auto` is measured,
     as for a recipe; `run.choice` has the answer and its reason. `tokens` is the size of a micro-batch, for `auto`
-    and for layers that are timed because rules say `measured`.
+    and for layers that are timed because rules say `measured`. With the memory `lean`, the backward pass computes
+    norms and activation functions again instead of keeping their results, compiled or not.
     """
     check_settings(clip_norm, seed, ema, tokens)
     given, named = policy_of(optimizer, policy)
@@ -115,7 +117,7 @@ def prepare(
     for p in model.parameters():
         p.grad = None
     later = given is None and (in_group() or device_of(model).type == "meta")  # to be sharded, or filled, first
-    conversion = apply(model, policy, tokens=tokens, split=not later)
+    conversion = apply(model, policy, tokens=tokens, split=not later, memory=memory)
     leave_to_us(model, conversion.summed_here())
     options: dict[str, Any] = {"conversion": conversion, "seed": seed, "ema": ema}
     return Run(model, optimizers, policy, clip_norm, **options, choice=choice, note=note, warns=True)
@@ -468,7 +470,8 @@ class Run(RunParts):
 
     def _begin(self, policy: Policy, choice: Choice | None, note: str, tokens: int) -> None:
         """Applies a policy to the model, which was given back, and begins with the same optimizers."""
-        conversion = apply(self.model, policy, tokens=tokens)
+        lean = self.conversion is not None and self.conversion.recomputed is not None
+        conversion = apply(self.model, policy, tokens=tokens, memory="lean" if lean else "fast")
         leave_to_us(self.model, conversion.summed_here())
         options: dict[str, Any] = {"conversion": conversion, "seed": self._seed, "ema": self._decay}
         options |= {"choice": choice, "note": note, "warns": self._warns}

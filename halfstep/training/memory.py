@@ -108,7 +108,9 @@ def _ways(config: RunConfig) -> list[str]:
             f"`--set training.batch={smaller} --set training.micro_batches={more}` makes updates of the same data"
         )
     if not training.recompute_blocks:
-        ways.append("`--set training.recompute_blocks=true` keeps fewer activations")
+        if training.memory == "fast" and config.backend != "mlx":
+            ways.append("`--set training.memory=lean` keeps fewer activations, at a few percent of the time")
+        ways.append("`--set training.recompute_blocks=true` keeps the fewest")
     return ways or ["a shorter model.context or a smaller model fits"]
 
 

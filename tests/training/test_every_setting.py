@@ -82,6 +82,7 @@ SHOWN = {
     "training.loggers": "training/telemetry/test_loggers.py::test_a_logger_gets_the_numbers_of_the_events",
     "training.measure_ceiling": "training/telemetry/test_ceiling.py::test_a_missing_ceiling_has_a_reason",
     "training.recompute_blocks": "conformance/session/test_settings.py::test_blocks_are_recomputed",
+    "training.memory": "conformance/session/test_settings.py::test_lean_memory_keeps_less_and_trains_alike",
     "training.ema": ["training.ema=0.5"],
     "optimizer.name": ["optimizer.name=adamw"],
     "optimizer.rate": ["optimizer.rate=0.01"],

@@ -135,11 +135,12 @@ def plan_factory(
     *,
     compiled: bool,
     steps: int,
+    memory: str = "fast",
 ) -> Plan:
     """Plans what a factory returns: each GPU takes a batch of its own, and DDP averages gradients."""
     from halfstep.torch.planning.step import of_factory
 
-    traced = of_factory(made, policy, machine.hardware, compiled=compiled)
+    traced = of_factory(made, policy, machine.hardware, compiled=compiled, memory=memory)
     job = Job(gpus, "none", 1, gpus, traced.batch, 1)
     return _planned(traced, policy, machine, job, steps, price, compiled=compiled)
 

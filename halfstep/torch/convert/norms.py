@@ -7,6 +7,7 @@ from torch import Tensor
 
 from halfstep.torch.layers import Layer, layer_norm, rms_norm
 from halfstep.torch.lowering import bypass_mode, island, leave, own
+from halfstep.torch.recompute import again
 
 
 class Normalization(Layer):
@@ -21,7 +22,10 @@ class LayerNorm(Normalization):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the normalized input."""
-        return layer_norm(x, self.weight, self.bias, self.casts, self.eps, dims=len(self.normalized_shape))
+        casts, eps, dims = self.casts, self.eps, len(self.normalized_shape)
+        if self.halfstep_recomputed:
+            return again(lambda x, g, b: layer_norm(x, g, b, casts, eps, dims=dims), x, self.weight, self.bias)
+        return layer_norm(x, self.weight, self.bias, casts, eps, dims=dims)
 
 
 class RMSNorm(Normalization):
@@ -29,7 +33,10 @@ class RMSNorm(Normalization):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the normalized input."""
-        return rms_norm(x, self.weight, self.casts, self.eps, dims=len(self.normalized_shape))
+        casts, eps, dims = self.casts, self.eps, len(self.normalized_shape)
+        if self.halfstep_recomputed:
+            return again(lambda x, g: rms_norm(x, g, casts, eps, dims=dims), x, self.weight)
+        return rms_norm(x, self.weight, casts, eps, dims=dims)
 
 
 class GroupNorm(Normalization):

@@ -37,7 +37,14 @@ _FAST_PATHS: dict[type, tuple[str, Any]] = {
     nn.TransformerEncoder: ("use_nested_tensor", False),
 }
 # Attributes that conversion sets, and those that it overwrites; none is a parameter or a buffer.
-_GIVEN = ("halfstep", "halfstep_model", "halfstep_remainders", "halfstep_history", "halfstep_prepared")
+_GIVEN = (
+    "halfstep",
+    "halfstep_model",
+    "halfstep_remainders",
+    "halfstep_history",
+    "halfstep_prepared",
+    "halfstep_recomputed",
+)
 _KEPT = ("casts", "forward", "_loss_function", *(name for name, _ in _FAST_PATHS.values()))
 _IN_RECIPE = "part of a layer with a recipe of its own"
 WHOLE, TABLES, NORMS = Param(FP32), (nn.Embedding, nn.EmbeddingBag), (Norm, Normalization)
@@ -170,7 +177,8 @@ def give(
 def _mode(casts: Casts, before: Setting | None, has_split: bool | None, leaf: bool = False) -> PolicyMode:
     if has_split is None:
         has_split = before is not None and before.mode is not None and before.mode.scope.has_split
-    return mode_of(casts, leaf=leaf, has_split=has_split)
+    lean = before is not None and before.mode is not None and before.mode.scope.lean
+    return mode_of(casts, leaf=leaf, has_split=has_split, lean=lean)
 
 
 def restore_all(originals: Originals) -> None:

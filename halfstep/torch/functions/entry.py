@@ -37,6 +37,7 @@ class Scope(NamedTuple):
     casts: Casts
     leaf: bool  # a leaf whose inputs were widened to fp32
     has_split: bool  # some parameters of the model are split masters
+    lean: bool = False  # cheap results are computed again in the backward pass (recompute.py)
 
 
 class Entry(NamedTuple):

@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from halfstep.core.formats import FP32
 from halfstep.torch.functions.entry import Scope, Skip
+from halfstep.torch.functions.lean import recomputed
 from halfstep.torch.functions.table import TABLE, VIEWS
 from halfstep.torch.lowering import Casts
 from halfstep.torch.split.parameter import HalfOfSplitMaster
@@ -44,13 +45,15 @@ class PolicyMode(TorchFunctionMode):
 
     def __init__(self, scope: Scope):
         super().__init__()
-        self.scope, self.has_split = scope, scope.has_split
+        self.scope, self.has_split, self.lean = scope, scope.has_split, scope.lean
         precision = scope.casts.precision
         islands = {precision.norm, precision.softmax, precision.loss}
-        self.inert = scope.casts.plain and islands == {FP32} and not scope.has_split
+        self.inert = scope.casts.plain and islands == {FP32} and not scope.has_split and not scope.lean
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         entry = TABLE.get(func)
+        if self.lean and not WATCHERS and (result := recomputed(func, args, kwargs)) is not None:
+            return result
         if entry is None:
             # Hundreds of times per micro-batch: a view of an activation, or a function that no policy is about.
             half = self.has_split and ("input" in (kwargs or ()) or not NEVER_SPLIT.issuperset(map(type, args)))
@@ -75,9 +78,9 @@ WATCHERS: list[Callable[..., None]] = []
 
 
 @cache
-def mode_of(casts: Casts, *, leaf: bool = False, has_split: bool = False) -> PolicyMode:
+def mode_of(casts: Casts, *, leaf: bool = False, has_split: bool = False, lean: bool = False) -> PolicyMode:
     """Returns the mode of a precision, one object for each scope."""
-    return PolicyMode(Scope(casts.wide or casts, leaf, has_split))
+    return PolicyMode(Scope(casts.wide or casts, leaf, has_split, lean))
 
 
 def within(mode: PolicyMode | None, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -133,7 +133,8 @@ def of_recipe(config: RunConfig, policy: Policy, hardware: Device) -> Traced:
     def make() -> tuple[Run, Callable[[Any], Any], list[Any], nn.Module]:
         model = Decoder(settings)
         model.recompute = training.recompute_blocks
-        conversion = apply(model, policy, model.module_names(), tokens=tokens, compiled=training.compile)
+        given: dict[str, Any] = {"tokens": tokens, "compiled": training.compile, "memory": training.memory}
+        conversion = apply(model, policy, model.module_names(), **given)
         optimizers = build_optimizers(model, config.optimizer)
         options: dict[str, Any] = {"conversion": conversion, "seed": config.seed, "ema": training.ema}
         run = Run(model, optimizers, policy, training.clip_norm, **options)
@@ -144,7 +145,9 @@ def of_recipe(config: RunConfig, policy: Policy, hardware: Device) -> Traced:
     return replace(traced, batch=training.batch, tokens=tokens, vocabulary=settings.vocabulary)
 
 
-def of_factory(made: Callable[[], Any], policy: Policy, hardware: Device, *, compiled: bool) -> Traced:
+def of_factory(
+    made: Callable[[], Any], policy: Policy, hardware: Device, *, compiled: bool, memory: str = "fast"
+) -> Traced:
     """Follows a step of what a factory returns: model, optimizer, loss_fn, batch."""
     policy = without_measuring(policy)
     found: dict[str, Any] = {}
@@ -154,7 +157,7 @@ def of_factory(made: Callable[[], Any], policy: Policy, hardware: Device, *, com
         batch = pytree.tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, batch)
         first = next(t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor))
         found.update(batch=first.shape[0], tokens=first.shape[:2].numel())
-        run = prepare(model, optimizer, policy)
+        run = prepare(model, optimizer, policy, memory=memory)
         return run, loss_fn, [batch], model
 
     traced = _follow(make, hardware, compiled=compiled, micro_batches=1)

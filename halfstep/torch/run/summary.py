@@ -40,6 +40,9 @@ def _modules(run: RunParts) -> Iterator[str]:
     yield f"  converted {run.conversion.modules} of {total} modules"
     for (kind, form), names in groups.items():
         yield f"  {len(names)} {kind} ({some(names)}): {form}"
+    if (again := run.conversion.recomputed) is not None:
+        modules = f" {len(again)} modules ({some([*again])}) and" if again else ""
+        yield f"  lean: the backward pass computes{modules} activation functions of the model's code again"
 
 
 def _attention(run: RunParts) -> Iterator[str]:

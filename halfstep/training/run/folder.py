@@ -37,7 +37,8 @@ from halfstep.training.telemetry.events import EventsError, newest_first
 FREE = {"title", "data.source", "artifact.format", "artifact.limit"}  # data may move: its digest is checked
 FREE |= {f"training.{name}" for name in ("validate_every", "validation_tokens", "save_every", "rollback")}
 FREE |= {f"training.{name}" for name in ("keep_last", "keep_every", "keep_best", "loggers", "measure_ceiling")}
-FREE |= {f"training.{name}" for name in ("compile", "recompute_blocks")} | {"parallel.shard", "parallel.timeout"}
+FREE |= {f"training.{name}" for name in ("compile", "recompute_blocks", "memory")} | {"parallel.shard"}
+FREE |= {"parallel.timeout"}
 FREE |= {f"monitor.{name}" for name in ("on", "every", "sample_every", "slice", "shadow_every")}
 
 CHANGEABLE = {"policy", "schedule", "backend"}

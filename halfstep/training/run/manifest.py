@@ -49,7 +49,7 @@ from halfstep.training.session import Session, backend_version
 from halfstep.training.telemetry.events import SettingsChange
 
 # Settings that a resumed run may change although they change bits: sums are taken in another order.
-_SWITCHES = ("compile", "recompute_blocks", "batch", "micro_batches")
+_SWITCHES = ("compile", "recompute_blocks", "memory", "batch", "micro_batches")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from halfstep.config.load import load
+from halfstep.core.errors import ConfigError
 from halfstep.core.policy import Policy
 from halfstep.training.session import open_session
 from tests.conformance.session.sessions import TRAINING
@@ -63,6 +64,36 @@ def test_blocks_are_recomputed(backend, monkeypatch):
             session.read(session.step(three_batches()[0][:1]))
             counts[again] = len(calls)
     assert counts == {"false": 2, "true": 4}
+
+
+def kept_by_jax(session, jax):
+    """Returns the bytes that the forward pass leaves for the backward pass, without the parameters."""
+    tokens = np.zeros((2, 9), np.int32)
+    _, back = jax.vjp(lambda p: session._loss(p, tokens).total, session.run.params)
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(back) if hasattr(leaf, "nbytes"))
+
+
+def test_lean_memory_keeps_less_and_trains_alike(slow_backend):
+    """Bit for bit on torch; on JAX the compiler may order sums anew. What torch keeps: torch/test_recompute.py."""
+    if slow_backend.name == "mlx":
+        with pytest.raises(ConfigError, match=r"mx\.checkpoint runs all of a function again"):
+            opened("mlx", "fp32", "training.memory=lean")
+        return
+    states, kept = {}, {}
+    for memory in ("fast", "lean"):
+        session = opened(slow_backend.name, "bf16-mixed,param=fp32", f"training.memory={memory}")
+        if slow_backend.name == "jax":
+            kept[memory] = kept_by_jax(session, slow_backend.jax)
+        for tokens in three_batches():
+            session.step(tokens)
+        states[memory] = session.state()
+    if slow_backend.name == "torch":
+        assert all(states["lean"][n] == states["fast"][n] for n in states["lean"])
+    else:
+        assert kept["lean"] < kept["fast"]
+    found, expected = (floats(states[memory], "model.") for memory in ("lean", "fast"))
+    for name, value in expected.items():
+        assert np.linalg.norm(found[name] - value) <= 1e-3 * np.linalg.norm(value), name
 
 
 def test_averages_follow_the_weights_and_are_what_is_evaluated(slow_backend):
