@@ -335,6 +335,26 @@ def row_cross_entropy(logits: Tensor, targets: Tensor, terms: Terms) -> Tensor:
     return row_losses(logits, targets, logits.shape[1], *terms)[0]
 
 
+def torch_loss(
+    input: Tensor, target: Tensor, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
+    reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Tensor | None:  # fmt: skip
+    """Returns what `F.cross_entropy` of these arguments is, by the kernel; None if it is not for them."""
+    others = weight is not None or size_average is not None or reduce is not None
+    if (
+        others
+        or input.dim() != 2
+        or target.dim() != 1
+        or target.is_floating_point()
+        or why_not(input, input.dtype)
+    ):
+        return None
+    losses = row_cross_entropy(input, target, Terms(ignore_index, label_smoothing))
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else mean_of(losses.sum(), target, ignore_index)
+
+
 def linear_losses(
     x: Tensor, values: Tensor, owner: Tensor, bias: Tensor | None, targets: Tensor, casts: Casts, terms: Terms,
     chunks: int = 1,

@@ -27,6 +27,7 @@ from halfstep.torch.convert.norms import BatchNorm, GroupNorm, InstanceNorm, Lay
 from halfstep.torch.functions.entry import mapped, tensors_of
 from halfstep.torch.functions.mode import PolicyMode, within
 from halfstep.torch.functions.output import keep_narrow
+from halfstep.torch.functions.widened import wide_of
 from halfstep.torch.layers import CastedLinear, Layer, Matmul, embedding, linear
 from halfstep.torch.lowering import Casts, bypass_mode, check_autocast, enter, island, leave, owned, rounded
 
@@ -252,8 +253,8 @@ class Root(nn.Module):
         setting = self.halfstep_model
         y, casts = within(setting.mode, super().forward, args, kwargs), setting.casts
         if casts.loss is torch.float32 and not casts.emulate and _has_loss(y):
-            return mapped(keep_narrow, y)
-        return mapped(lambda y: island(y, "loss", casts) if y.dim() else y, y)
+            return mapped(lambda y: keep_narrow(wide_of(y)), y)
+        return mapped(lambda y: island(wide_of(y), "loss", casts) if y.dim() else y, y)
 
 
 def _has_loss(y: Any) -> bool:

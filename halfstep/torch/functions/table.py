@@ -2,7 +2,8 @@
 
     softmax, log_softmax, logsumexp    in the softmax format, compute out
     layer_norm, rms_norm, normalize... in the norm format, compute out
-    cross_entropy, mse_loss, ...       in the loss format, inside and out
+    cross_entropy, mse_loss, ...       in the loss format, inside and out; cross_entropy of narrow logits without
+                                       an fp32 copy of them (losses.py), also of logits.float() (widened.py)
     scaled_dot_product_attention       queries, keys and values in compute, a mask that stays finite
     linear                             in compute, with an fp32 weight gradient
     matmul, einsum, bmm, addmm, ...    with a parameter among the operands, the same (products.py); operands of
@@ -26,7 +27,9 @@ from halfstep.core.formats import FP32
 from halfstep.torch.dtypes import FLOATS
 from halfstep.torch.functions.entry import NARROW, Entry, Scope, Skip, is_weight, mapped, tensors_of, whole
 from halfstep.torch.functions.products import ADDED, EINSUM, GROUPED, KERNEL, LINEAR, MATMUL, WIDENED
+from halfstep.torch.functions.widened import is_for_loss, widen
 from halfstep.torch.layers import additive, embedding, weighted_attention
+from halfstep.torch.losses import torch_loss
 from halfstep.torch.lowering import enter, island, leave, rounded
 from halfstep.torch.split.operand import is_split
 
@@ -47,6 +50,10 @@ def _island(role: str) -> Entry:
             new = enter(given, casts)
             args = [new if a is given else a for a in args]
             kwargs = {key: new if value is given else value for key, value in kwargs.items()}
+        if func is F.cross_entropy and not casts.emulate and casts.loss is torch.float32:
+            loss = torch_loss(*args, **kwargs)
+            if loss is not None:
+                return loss
         args, kwargs = mapped(lambda t: island(t, role, casts).float(), (args, kwargs))
         y = func(*args, **kwargs)
         if role == "loss":
@@ -86,6 +93,18 @@ def _attend(scope: Scope, func: Any, args: Any, kwargs: Any) -> Tensor:
     options = {"causal": given.get("is_causal", False), "mask": given["attn_mask"], "scale": given.get("scale")}
     y = weighted_attention(q, k, v, casts, dropout=given.get("dropout_p", 0.0), **options)[0]
     return y.squeeze(1) if flat else y
+
+
+def _skip_widen(scope: Scope, args: Any, kwargs: Any) -> str:
+    x, casts = args[0], scope.casts
+    if scope.has_split and is_split(x):
+        return ""
+    fp32 = casts.loss is torch.float32 and not casts.emulate
+    return "" if x.dtype in NARROW and fp32 and not kwargs and is_for_loss(x) else Skip.NOTHING_MET
+
+
+def _widen(scope: Scope, func: Any, args: Any, kwargs: Any) -> Any:
+    return _view(scope, func, args, kwargs) if is_split(args[0]) else widen(args[0])
 
 
 # --- a parameter that meets an activation
@@ -193,6 +212,7 @@ TABLE: dict[Any, Entry] = {
     **dict.fromkeys(named(SOFTMAX, F, torch.special, *METHODS), _island("softmax")),
     **dict.fromkeys(named(NORMS, F, torch), _island("norm")),
     **dict.fromkeys(named(LOSSES, F, torch), _island("loss")),
+    Tensor.float: Entry(_skip_widen, _widen, "without a copy, until something other than a loss reads it"),
     F.scaled_dot_product_attention: Entry(_skip_attention, _attend, "queries, keys and values in compute"),
     F.linear: LINEAR,
     **dict.fromkeys(named("matmul __matmul__ __rmatmul__ mm bmm mv", torch.linalg, *METHODS), MATMUL),

@@ -1,0 +1,114 @@
+"""What `.float()` of a layer's logits returns inside a model: fp32 to all code, and to cross-entropy the logits.
+
+Most models widen their logits before the loss: 6.6 GB of GPT-2's for 32 x 1024 tokens, which the loss kernel
+(torch/losses.py) does not need. So a `Widened` holds the narrow numbers until somebody computes with them: then it
+is widened, and what comes out is an ordinary fp32 tensor. Views of it are `Widened`, its dtype is float32, and
+`F.cross_entropy` reads the narrow numbers.
+
+Writing to it in place makes it hold an fp32 copy, as `.float()` would have made, and the logits stay as they are.
+Writing to a view of it is refused: the other views would not see it.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from halfstep.core.errors import HalfstepError
+from halfstep.torch.losses import torch_loss, why_not
+
+LARGE = 4096  # columns, as of a vocabulary: below, a copy costs little
+_WIDE, _VIEW = "halfstep_wide", "halfstep_is_view"
+
+
+def _named(names: str) -> list[Any]:
+    return [getattr(place, name) for name in names.split() for place in (torch, Tensor) if hasattr(place, name)]
+
+
+_VIEWS = frozenset(_named("view view_as reshape flatten unflatten unsqueeze squeeze contiguous __getitem__"))
+_LOOKS = frozenset(
+    _named(
+        "size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex get_device __len__ "
+        "element_size register_hook retain_grad requires_grad_"
+    )
+)
+_WRITES = frozenset(
+    [
+        *(getattr(Tensor, name) for name in dir(Tensor) if name.endswith("_") and not name.endswith("__")),
+        *_named("__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__"),
+    ]
+)
+_DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
+
+
+class Widened(Tensor):
+    """Narrow numbers that become fp32 where something is computed with them."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs a function of such tensors."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            x = args[0] if args else None
+            narrow = isinstance(x, Widened) and not hasattr(x, _WIDE)
+            if func == _DTYPE:
+                return torch.float32
+            if narrow and func is F.cross_entropy:
+                loss = torch_loss(*args, **kwargs)
+                if loss is not None:
+                    return loss
+            if narrow and func in _VIEWS:
+                return _view(func(*args, **kwargs))
+            if narrow and func is Tensor.float:
+                return x
+            if func in _LOOKS:
+                return func(*args, **kwargs)
+            if func in _WRITES and isinstance(x, Widened):
+                return _write(func, x, args, kwargs)
+            if func.__name__ in ("__get__", "__set__", "__delete__"):
+                y = func(*args, **kwargs)
+                return func(_wide(x), *args[1:], **kwargs) if isinstance(y, Tensor) else y
+            return func(*_wide(args), **{key: _wide(value) for key, value in kwargs.items()})
+
+
+def widen(logits: Tensor) -> Tensor:
+    """Returns logits.float(), without a copy until somebody needs it."""
+    return logits.as_subclass(Widened)
+
+
+def is_for_loss(x: Tensor) -> bool:
+    """Whether a tensor looks like logits, and the kernel of the loss could read it."""
+    return x.dim() > 1 and x.shape[-1] >= LARGE and x.requires_grad and not why_not(x, x.dtype)
+
+
+def wide_of(x: Tensor) -> Tensor:
+    """Returns an fp32 tensor of a `Widened`, any other as it is."""
+    if not isinstance(x, Widened):
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        return _wide(x)  # type: ignore[no-any-return]
+
+
+def _view(y: Tensor) -> Tensor:
+    y = y.as_subclass(Widened)
+    setattr(y, _VIEW, True)
+    return y
+
+
+def _write(func: Any, x: Widened, args: Any, kwargs: Any) -> Any:
+    if hasattr(x, _VIEW):
+        raise HalfstepError(
+            "logits that the model widened with .float() are written to through a view of them",
+            hint="write to them before they are reshaped, or out of place: logits = logits.masked_fill(...)",
+        )
+    wide = _wide(x)
+    y = func(wide, *_wide(args[1:]), **{key: _wide(value) for key, value in kwargs.items()})
+    setattr(x, _WIDE, wide)
+    return x if y is wide else y
+
+
+def _wide(given: Any) -> Any:
+    if isinstance(given, Widened):
+        return getattr(given, _WIDE) if hasattr(given, _WIDE) else given.float()
+    return type(given)([_wide(part) for part in given]) if type(given) in (tuple, list) else given

@@ -1,0 +1,119 @@
+"""Logits that a model widens before its loss: the kernel reads them narrow, and everybody else sees fp32."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from halfstep.core.errors import HalfstepError
+from halfstep.torch import losses, prepare
+from halfstep.torch.functions import widened
+from halfstep.torch.functions.widened import Widened, widen
+
+TARGETS = torch.tensor([[0, 1], [-100, 4]])
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """The shapes that our loss was given; its operations compute in torch's functions here."""
+    seen = []
+    real = losses.row_cross_entropy
+    monkeypatch.setattr(losses, "why_not", lambda x, dtype, casts=None: "" if dtype in losses.NARROW else "wide")
+    monkeypatch.setattr(widened, "why_not", losses.why_not)
+    monkeypatch.setattr(
+        losses, "row_cross_entropy", lambda x, *rest: seen.append((x.dtype, x.shape)) or real(x, *rest)
+    )
+    monkeypatch.setattr(widened, "LARGE", 5)
+    return seen
+
+
+class Model(nn.Module):
+    """As many write a language model."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.body, self.head, self.form = nn.Linear(4, 4), nn.Linear(4, 6), form
+
+    def forward(self, x, targets):
+        return FORMS[self.form](self.head(self.body(x)), targets)
+
+
+def flat(logits, targets, **options):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), **options)
+
+
+def written(logits, targets):
+    logits = logits.float()
+    logits[..., 5] = -1.0
+    logits /= 2
+    return flat(logits, targets)
+
+
+FORMS = {
+    "float": lambda z, t: flat(z.float(), t),
+    "narrow": flat,
+    "sum, smoothed": lambda z, t: flat(z.float(), t, reduction="sum", label_smoothing=0.1),
+    "none": lambda z, t: flat(z.float(), t, reduction="none").mean(),
+    "beside logits": lambda z, t: (z.float(), flat(z.float(), t)),
+    "scaled": lambda z, t: flat(z.float() * 0.5, t),
+    "written": written,
+    "weights": lambda z, t: flat(z.float(), t, weight=torch.ones(6)),
+    "log softmax": lambda z, t: F.nll_loss(F.log_softmax(z.float(), -1).flatten(0, 1), t.flatten()),
+}
+OURS = ("float", "narrow", "sum, smoothed", "none", "beside logits")
+
+
+def passes(form, compiled=False):
+    torch.manual_seed(0)
+    model = Model(form)
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16-mixed")
+    call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    y = call(torch.randn(2, 2, 4, generator=torch.Generator().manual_seed(1)), TARGETS)
+    *logits, loss = y if isinstance(y, tuple) else (y,)
+    assert loss.dtype == torch.float32
+    assert all(type(z) is torch.Tensor and z.dtype == torch.float32 for z in logits)
+    run.backward(loss)
+    return loss.detach(), [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_loss_and_its_gradients_are_those_of_torch(form, rows, monkeypatch):
+    loss, grads = passes(form)
+    assert rows == ([(torch.bfloat16, (4, 6))] if form in OURS else [])
+    monkeypatch.setattr(losses, "why_not", lambda *_: "not here")
+    monkeypatch.setattr(widened, "why_not", lambda *_: "not here")
+    right, right_grads = passes(form)
+    assert (loss - right).abs() <= 32 * 2.0**-24 * right
+    for grad, expected in zip(grads, right_grads, strict=True):
+        # The logits' gradient is rounded once in both, of numbers that differ by roundings of fp32.
+        assert (grad - expected).norm() <= 2.0**-8 * expected.norm()
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_code_does_the_same(form, rows):
+    torch.compiler.reset()
+    loss, grads = passes(form)
+    compiled, compiled_grads = passes(form, compiled=True)
+    assert rows == ([(torch.bfloat16, (4, 6))] * 2 if form in OURS else [])
+    assert torch.equal(loss, compiled)
+    assert all(torch.equal(a, b) for a, b in zip(grads, compiled_grads, strict=True))
+
+
+def test_it_is_fp32_to_other_code_and_the_logits_stay_as_they_are():
+    x = torch.randn(3, 5).bfloat16().requires_grad_()
+    y = widen(x * 1)
+    assert (y.dtype, y.shape, y.requires_grad, y.float() is y) == (torch.float32, (3, 5), True, True)
+    for computed in (y.sum(), y * 2, y.T, y[0] + 1, torch.cat([y, y]), y.detach(), y.softmax(-1)):
+        assert (type(computed), computed.dtype) == (torch.Tensor, torch.float32)
+    assert torch.equal(y.view(-1)[2:4] + 0, x.float().view(-1)[2:4])
+    z = x.detach().clone()
+    copy = widen(z)
+    copy[0] = 1 + 2.0**-20
+    copy.mul_(2)
+    assert torch.equal(z, x)
+    assert (copy[0] == 2 + 2.0**-19).all()
+    assert torch.equal(copy[1:] / 2, x[1:].float())
+    with pytest.raises(HalfstepError, match="through a view"):
+        widen(z).view(-1)[0] = 1.0
+    assert isinstance(widen(z).view(-1), Widened)
