@@ -50,6 +50,7 @@ def test_a_first_run_prints_what_the_page_shows_and_continues(tmp_path):
         )
         assert ran.returncode == 0, ran.stderr
         printed.append(masked(re.sub(r"^precision .*$", "precision", ran.stderr, flags=re.M)))
-    expected = masked(re.sub(r"^precision .*$", "precision", shown.replace("  scale 65536", ""), flags=re.M))
-    assert {line for line in expected if line != "..."} <= {*printed[0]}
+    expected = masked(re.sub(r"^precision .*$", "precision", shown, flags=re.M))
+    for line in (line.removesuffix("...").rstrip() for line in expected):
+        assert any(known.startswith(line) for known in printed[0]), line
     assert any(line.startswith("step #/#") for line in printed[-1])
