@@ -258,8 +258,8 @@ Ctrl-C. The settings that `--set` takes are on [their own page](settings.md).
 
 def cli() -> str:
     """Returns the reference of the command line: what `--help` of every command says."""
-    text = app.generate_docs()
-    commands = text.partition("**Commands**:")[2]
+    commands = app.generate_docs().partition("**Commands**:")[2]
+    commands = re.sub(r"^(halfstep .*) -m \w+\b", r"\1", commands, flags=re.M)  # how this process was started
     return CLI + "\n".join(line.rstrip() for line in commands.splitlines()) + "\n"
 
 
