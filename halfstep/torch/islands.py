@@ -83,7 +83,7 @@ def linear_cross_entropy(
         logits = linear(input, weight, bias, casts).flatten(0, -2)
         rows = in_torch if transforming() else row_cross_entropy
         return rows(logits, target.flatten(), terms).view(target.shape)
-    total = layers.linear_cross_entropy(input, weight, bias, target, casts, terms, chunks)
+    total, _ = layers.linear_cross_entropy(input, weight, bias, target, casts, terms, chunks)
     return total if reduction == "sum" else mean_of(total, target, ignore_index)
 
 

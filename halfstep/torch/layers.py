@@ -303,10 +303,11 @@ def linear_cross_entropy(
     casts: Casts,
     terms: losses.Terms = losses.PLAIN,
     chunks: int = 1,
-) -> Tensor:
+    size: int = 0,
+) -> tuple[Tensor, Tensor | None]:
     """Returns the sum of the losses of `linear(x, weight, bias, casts)`, whose logits nobody sees (losses.py).
 
-    For casts that are `direct`, with an fp32 loss.
+    For casts that are `direct`, with an fp32 loss. Beside it, `size` elements of the logits' gradient.
     """
     with torch._C.DisableTorchFunction():
         if torch._C._is_any_autocast_enabled():
@@ -315,12 +316,12 @@ def linear_cross_entropy(
         if transforming():
             values, owner = operand_of(weight, casts.whole)
             logits = linear_in_steps(x, values, check_transformed(owner, casts), bias, casts)
-            return losses.in_torch(logits.flatten(0, -2), targets, terms).sum()
+            return losses.in_torch(logits.flatten(0, -2), targets, terms).sum(), None
         if torch.compiler.is_compiling() or is_split(weight):
             values, owner = operand_of(weight, casts.whole)
         else:
             values, owner = made_cast(weight, casts.compute), weight
-        return losses.linear_losses(x, values, owner, bias, targets, casts, terms, chunks)
+        return losses.linear_losses(x, values, owner, bias, targets, casts, terms, chunks, size)
 
 
 def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor, casts: Casts) -> Tensor:

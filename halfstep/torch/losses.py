@@ -120,20 +120,23 @@ def _(logits: Tensor, *_: Any) -> Tensor:
 @torch.library.custom_op("halfstep::linear_cross_entropy", mutates_args=())
 def linear_gradients(
     rows: Tensor, w: Tensor, b: Tensor | None, targets: Tensor, chunks: int, needs: list[bool], width: int,
-    ignored: int, smoothing: float, cap: float, z_loss: float, factor: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the sum of losses of x W^T + b, and `factor` times the gradients of x, W and b, in fp32.
+    ignored: int, smoothing: float, cap: float, z_loss: float, factor: float, size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns the sum of losses of x W^T + b, `factor` times its gradients, and some of the logits' own.
 
-    One operation, because a compiler that sees the parts keeps the logits of all chunks for later. A gradient that
-    nobody `needs` is empty.
+    One operation, because a compiler that sees the parts keeps the logits of all chunks for later. All are fp32. A
+    gradient that nobody `needs` is empty.
     """
-    total, grad_input, grad_weight, grad_bias = _empty_gradients(rows, w, needs)
+    total, grad_input, grad_weight, grad_bias, sample = _empty_gradients(
+        rows, w, targets, chunks, needs, width, size
+    )
     start = 0
     for part, wanted in zip(chunked(rows, chunks), chunked(targets, chunks), strict=True):
         first = start == 0
         logits = _logits(part, w, b)
         losses = row_losses_(logits, wanted, width, ignored, smoothing, cap, z_loss, factor).sum()
         total = losses if first else total + losses
+        sample = sample_of(logits[:, :width], size, factor) if first else sample
         if needs[0]:
             grad_input[start : start + part.shape[0]] = matmul(logits, w, torch.float32)
         if needs[1]:
@@ -141,19 +144,43 @@ def linear_gradients(
         if needs[2]:
             _add(grad_bias, logits.sum(0, dtype=torch.float32), first)
         start += part.shape[0]
-    return total, grad_input, grad_weight, grad_bias
+    return total, grad_input, grad_weight, grad_bias, sample
 
 
 @linear_gradients.register_fake
-def _(rows: Tensor, w: Tensor, b: Any, targets: Tensor, chunks: int, needs: list[bool], *_: Any) -> Any:
-    return _empty_gradients(rows, w, needs)
+def _(
+    rows: Tensor, w: Tensor, b: Any, targets: Tensor, chunks: int, needs: list[bool], width: int, *rest: Any
+) -> Any:
+    return _empty_gradients(rows, w, targets, chunks, needs, width, rest[-1])
 
 
-def _empty_gradients(rows: Tensor, w: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    sizes = (rows.shape, w.shape, w.shape[:1])
-    wanted = [size if needed else 0 for size, needed in zip(sizes, needs, strict=True)]
-    total, *grads = (rows.new_empty(size, dtype=torch.float32) for size in ((), *wanted))
+def _empty_gradients(
+    rows: Tensor, w: Tensor, targets: Tensor, chunks: int, needs: list[bool], width: int, size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    shapes = (rows.shape, w.shape, w.shape[:1])
+    wanted = [shape if needed else 0 for shape, needed in zip(shapes, needs, strict=True)]
+    first = chunked(targets, chunks)[0].shape[0]
+    sampled = part(rows.new_empty(1, 1).expand(first, width), size).numel() if size else 0
+    total, *grads = (rows.new_empty(shape, dtype=torch.float32) for shape in ((), *wanted, sampled))
     return total, *grads  # type: ignore[return-value]
+
+
+def sample_of(g: Tensor, size: int, factor: float) -> Tensor:
+    """Returns a part of the logits' gradient in fp32, in one dimension; empty if `size` is 0."""
+    return (part(g, size) if size else g[:0, :0]).reshape(-1).float() / factor
+
+
+def part(x: Tensor, size: int) -> Tensor:
+    """Returns a view of at most `size` elements: whole rows if they fit, evenly spaced over dimensions before."""
+    for dim in range(x.dim() - 1, -1, -1):
+        there = x.shape[dim]
+        kept = min(there, max(size, 1))
+        step = there // max(kept, 1)
+        if kept < there:
+            start = (there - (kept - 1) * step - 1) // 2
+            x = x[(slice(None),) * dim + (slice(start, start + (kept - 1) * step + 1, step),)]
+        size //= max(kept, 1)
+    return x
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
@@ -257,24 +284,29 @@ class Linear(torch.autograd.Function):
         terms: Terms,
         chunks: int,
         needs: tuple[bool, bool, bool],
+        size: int,
         casts: Casts,
-    ) -> Tensor:
-        """Returns the sum."""
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the sum, and a part of the logits' gradient of `size` elements."""
         rows, w, b = operands(x, values, bias, casts)
         ctx.shape, ctx.width, ctx.casts, ctx.needs, ctx.chunks = x.shape, values.shape[0], casts, needs, chunks
         scale = SCALES.get(w.dtype, 1.0)
         if chunks > 1:
-            total, *grads = linear_gradients(rows, w, b, targets, chunks, list(needs), ctx.width, *terms, scale)
+            given = (chunks, list(needs), ctx.width, *terms, scale, size)
+            total, *grads, sample = linear_gradients(rows, w, b, targets, *given)
+            ctx.mark_non_differentiable(sample)
             ctx.save_for_backward(*grads)
-            return total
+            return total, sample
         logits = _logits(rows, w, b)
         losses = row_losses_(logits, targets, ctx.width, *terms, scale)
+        sample = sample_of(logits[:, : ctx.width], size, scale)
+        ctx.mark_non_differentiable(sample)
         ctx.save_for_backward(rows, w, logits)
-        return losses.sum()
+        return losses.sum(), sample
 
     @staticmethod
     @once(*ONCE)
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g: Tensor, _: Any = None) -> tuple[Tensor | None, ...]:
         """Returns the gradient of each input."""
         casts, needs, width = ctx.casts, ctx.needs, ctx.width
         factor = g / SCALES.get(casts.compute, 1.0)
@@ -290,7 +322,7 @@ class Linear(torch.autograd.Function):
         dx, dw, db = (grad * factor if needed else None for grad, needed in zip(grads, needs, strict=True))
         dx = None if dx is None else dx.to(casts.grad).view(ctx.shape)
         dw, db = (None if grad is None else grad[:width] for grad in (dw, db))
-        return dx, None, dw, None, db, None, None, None, None, None
+        return dx, None, dw, None, db, None, None, None, None, None, None
 
 
 def operands(x: Tensor, values: Tensor, bias: Tensor | None, casts: Casts) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -357,17 +389,20 @@ def torch_loss(
 
 def linear_losses(
     x: Tensor, values: Tensor, owner: Tensor, bias: Tensor | None, targets: Tensor, casts: Casts, terms: Terms,
-    chunks: int = 1,
-) -> Tensor:  # fmt: skip
-    """Returns the sum of the losses of x W^T + b, of an x in compute; `targets` are of one dimension."""
+    chunks: int = 1, size: int = 0,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Returns the sum of the losses of x W^T + b, of an x in compute; `targets` are of one dimension.
+
+    Beside it, `size` elements of the logits' gradient for a loss whose own is 1, in fp32; None without gradients.
+    """
     given = None if bias is None else bias.detach()
     needs = (x.requires_grad, owner.requires_grad, bias is not None and bias.requires_grad)
     if torch.is_grad_enabled() and any(needs):
-        return Linear.apply(x, values, owner, given, bias, targets, terms, chunks, needs, casts)  # type: ignore[no-any-return]
+        return Linear.apply(x, values, owner, given, bias, targets, terms, chunks, needs, size, casts)  # type: ignore[no-any-return]
     rows, w, b = operands(x, values, given, casts)
     pairs = zip(chunked(rows, chunks), chunked(targets, chunks), strict=True)
     sums = [row_losses(_logits(part, w, b), wanted, values.shape[0], *terms)[0].sum() for part, wanted in pairs]
-    return torch.stack(sums).sum()
+    return torch.stack(sums).sum(), None
 
 
 def mean_of(total: Tensor, targets: Tensor, ignored: int) -> Tensor:

@@ -28,7 +28,7 @@ from halfstep.torch.lowering import Casts
 from halfstep.torch.split.operand import through
 from halfstep.torch.tracing import recording, transforming
 
-Backward = Callable[[Any, Tensor], tuple[Tensor | None, ...]]
+Backward = Callable[..., tuple[Tensor | None, ...]]
 LARGE = 4096  # outputs, such as a vocabulary's, from which on a slow kernel counts
 
 
@@ -317,11 +317,11 @@ def once(what: str, hint: str) -> Callable[[Backward], Backward]:
     """Decorates a backward whose gradients cannot be differentiated again; trying raises the hint."""
 
     def decorate(backward: Backward) -> Backward:
-        def run(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        def run(ctx: Any, *g: Tensor) -> tuple[Tensor | None, ...]:
             if not recording():
-                return backward(ctx, g)
+                return backward(ctx, *g)
             with torch.no_grad():
-                grads = backward(ctx, g)
+                grads = backward(ctx, *g)
             return tuple(t if t is None else _Once.apply(t.requires_grad_(), what, hint) for t in grads)
 
         return run

@@ -263,6 +263,9 @@ class Embedding(Layer):
 class Head(Matmul):
     """The output head: its own matrix, or the embedding's."""
 
+    halfstep_observe_loss: Any = None  # of a monitor, if there is one; with it comes `halfstep_slice`
+    halfstep_slice = 0
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.size = (config.width, config.vocabulary)
@@ -276,14 +279,21 @@ class Head(Matmul):
     def loss(self, x_BTD: Tensor, tied: Tensor, targets_BT: Tensor, terms: Terms, chunks: int) -> Tensor:
         """Returns the sum of the losses of its logits, which are never seen."""
         weight = tied if self.weight is None else self.weight
-        return layers.linear_cross_entropy(x_BTD, weight, None, targets_BT, self.casts, terms, chunks)
+        size = self.halfstep_slice if self.halfstep_observe_loss is not None else 0
+        total, sample = layers.linear_cross_entropy(
+            x_BTD, weight, None, targets_BT, self.casts, terms, chunks, size
+        )
+        if self.halfstep_observe_loss is None or sample is None:
+            return total
+        return self.halfstep_observe_loss(self, x_BTD, total, sample)
 
     def why_not_fused(self, x_BTD: Tensor, model: Casts) -> str:
         """Returns why the loss is computed of logits that this layer returns; empty if `loss` computes both."""
         casts = self.casts
         if not casts.direct or casts.plain:
             return "lm_head has operands in formats of their own, or emulates"
-        if self._forward_hooks or self._forward_pre_hooks:
+        watched = self.halfstep_observe_loss is not None  # by a hook that needs no logits (observe/slots.py)
+        if len(self._forward_hooks) > watched or self._forward_pre_hooks:
             return "lm_head has hooks, which see its logits"
         return why_not(x_BTD, casts.compute, model)
 

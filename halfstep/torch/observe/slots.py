@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from halfstep.core.formats import Format
 from halfstep.core.observed import AMAX, COLUMNS, COUNT, OVERFLOW, ROLES, SUBNORMAL, UNDERFLOW, LayerInfo, limits
 from halfstep.core.roles import is_narrow
+from halfstep.torch.losses import part
 from halfstep.torch.lowering import bypass_mode
 from halfstep.torch.observe.readback import Unread, wide
 from halfstep.torch.tracing import transforming
@@ -79,6 +80,7 @@ class LayerWatch:
             given["limits"] = shared.setdefault((formats, near), _constants(formats).to(near))
             given["is_lookup"] = info.kind == "embedding"
             given["is_scaled"], given["is_repeated"] = any(map(is_narrow, formats)), False
+            given["observe_loss"] = observe_loss
             for name in _ATTRIBUTES:
                 setattr(module, name, given[name.removeprefix("halfstep_")])
             module.register_forward_hook(_observe, with_kwargs=True)
@@ -169,7 +171,7 @@ def _guard_hooks() -> None:
         dynamo.reset()
 
 
-_NAMES = ("slot", "slice", "limits", "seen", "place", "is_lookup", "is_scaled", "is_repeated")
+_NAMES = ("slot", "slice", "limits", "seen", "place", "is_lookup", "is_scaled", "is_repeated", "observe_loss")
 _ATTRIBUTES = tuple(f"halfstep_{name}" for name in _NAMES)
 
 
@@ -231,12 +233,32 @@ def _observe(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
         if module.halfstep_seen is not None:
             y.register_hook(partial(_keep, module.halfstep_seen.parts, module.halfstep_place, kept, size))
         return None
-    slot, constants = module.halfstep_slot, module.halfstep_limits
-    ways = (module.halfstep_is_scaled, module.halfstep_is_repeated)
-    seen = _Observed.apply(y, kept, slot, constants, size, *ways)
+    seen = _pass_through(module, y, kept, None)
     if isinstance(output, Tensor):
         return seen
     return tuple(seen if item is y else item for item in output)
+
+
+@bypass_mode
+def observe_loss(module: Any, x: Tensor, loss: Tensor, sample: Tensor) -> Tensor:
+    """As `_observe`, of a head that is fused with its loss: its logits' gradient is `sample` times the loss's."""
+    if _Paused.now or not loss.requires_grad or transforming():
+        return loss
+    kept = part(x.detach(), module.halfstep_slice).clone().reshape(-1)
+    if torch.compiler.is_compiling():
+        return _pass_through(module, loss, kept, sample)
+    if module.halfstep_seen is not None:
+        loss.register_hook(partial(_keep_product, module.halfstep_seen.parts, module.halfstep_place, kept, sample))
+    return loss
+
+
+def _keep_product(parts: list[Any], place: int, kept: Tensor, sample: Tensor, g: Tensor) -> None:
+    parts.append((place, kept, sample * g))
+
+
+def _pass_through(module: Any, y: Tensor, kept: Tensor, sample: Tensor | None) -> Tensor:
+    ways = (module.halfstep_slice, module.halfstep_is_scaled, module.halfstep_is_repeated)
+    return _Observed.apply(y, kept, sample, module.halfstep_slot, module.halfstep_limits, *ways)  # type: ignore[no-any-return]
 
 
 def _keep(parts: list[Any], place: int, kept: Tensor, size: int, g: Tensor) -> None:
@@ -251,40 +273,35 @@ def first_tensor(given: Sequence[Any]) -> Tensor | None:
     return None
 
 
-def part(x: Tensor, size: int) -> Tensor:
-    """Returns a view of at most `size` elements: whole rows if they fit, evenly spaced over dimensions before."""
-    for dim in range(x.dim() - 1, -1, -1):
-        there = x.shape[dim]
-        kept = min(there, max(size, 1))
-        step = there // max(kept, 1)
-        if kept < there:
-            start = (there - (kept - 1) * step - 1) // 2
-            x = x[(slice(None),) * dim + (slice(start, start + (kept - 1) * step + 1, step),)]
-        size //= max(kept, 1)
-    return x
-
-
 class _Observed(torch.autograd.Function):
     """The identity; the gradient of its slot is the magnitudes of both parts, or what was counted of them."""
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, kept: Tensor, slot: Tensor, constants: Tensor, size: int, scaled: bool, repeated: bool
+        ctx: Any,
+        y: Tensor,
+        kept: Tensor,
+        sample: Tensor | None,
+        slot: Tensor,
+        constants: Tensor,
+        size: int,
+        scaled: bool,
+        repeated: bool,
     ) -> Tensor:
         ctx.size, ctx.scaled, ctx.repeated, ctx.width = size, scaled, repeated, slot.shape[-1]
-        ctx.save_for_backward(kept, constants)
+        ctx.save_for_backward(kept, constants, sample)
         return y.detach()  # no view to autograd: somebody may write to it in place
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        kept, constants = ctx.saved_tensors
+        kept, constants, sample = ctx.saved_tensors
         with torch.no_grad():
-            parts = [kept, part(g.detach(), ctx.size).reshape(-1)]
+            parts = [kept, part(g.detach(), ctx.size).reshape(-1) if sample is None else sample * g]
             both = torch.stack([F.pad(x.float().abs(), (0, ctx.width - x.shape[0]), value=-1.0) for x in parts])
             if ctx.repeated:
                 rows = _rows(both, constants, ctx.scaled, compiled=True)
                 both = F.pad(rows, (0, ctx.width - rows.shape[-1]))
-        return g, None, both, None, None, None, None
+        return g, None, None, both, None, None, None, None
 
 
 def _rows(both: Tensor, constants: Tensor, scaled: bool, *, compiled: bool) -> Tensor:

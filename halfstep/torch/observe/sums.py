@@ -20,8 +20,8 @@ from halfstep.core.stats.tensors import FIRST_EXPONENT, NUM_EXPONENTS, TensorSta
 from halfstep.core.stats.what_if import BLOCK, SPECS, SignalLost, spec_of
 from halfstep.torch.cast import amax_of, quantize, quantize_scaled, to_native
 from halfstep.torch.dtypes import DTYPES
+from halfstep.torch.losses import part
 from halfstep.torch.observe.readback import wide
-from halfstep.torch.observe.slots import part
 
 ELEMENTS = 2**15  # of a tensor that are looked at
 _AT_ONCE = 2**23  # elements: what is computed together takes some ten times their bytes

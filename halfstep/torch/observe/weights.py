@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from halfstep.torch.cast import join
+from halfstep.torch.losses import part
 from halfstep.torch.observe.readback import Unread, wide
-from halfstep.torch.observe.slots import part
 from halfstep.torch.optim.adamw import Grads, Optimizer
 from halfstep.torch.shards import local
 from halfstep.torch.split.operand import REMAINDER, is_split, values_of

@@ -3,8 +3,10 @@
 u is half a unit of the narrow format, to which a gradient is rounded once; Triton's interpreter truncates to bf16.
 """
 
+from functools import partial
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -347,3 +349,47 @@ def test_a_head_with_hooks_returns_its_logits_and_nobody_writes_to_them(monkeypa
     model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
     assert called == ["row_cross_entropy"]
     assert torch.equal(*shown[0])
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize(
+    ("chunks", "compiled"),
+    [
+        (1, False),
+        (2, False),
+        pytest.param(1, True, marks=pytest.mark.prove),
+        pytest.param(2, True, marks=pytest.mark.prove),
+    ],
+)
+def test_a_monitor_sees_the_gradient_of_logits_that_nobody_sees_and_changes_no_bit(chunks, compiled, monkeypatch):
+    from halfstep.config.load import load
+    from halfstep.core.observed import AMAX, COUNT, ROLES
+    from halfstep.core.policy import Policy
+    from halfstep.torch.session import Session
+
+    sizes = ["model.vocabulary=34", "model.context=4", "model.layers=1", "model.width=16", "model.heads=2"]
+    sizes += ["training.batch=2", "training.micro_batches=1", "training.measure_ceiling=false"]
+    config = load("tiny", [*sizes, "optimizer.name=adamw", f"training.compile={str(compiled).lower()}"])
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
+    tokens = np.arange(10, dtype=np.int32).reshape(1, 2, 5) * 3
+
+    def trained(watched, fused=True):
+        monkeypatch.setattr(losses, "has_kernel", lambda _: fused)
+        torch.compiler.reset()
+        session = Session(config, Policy.parse("bf16-mixed"), DEVICE)
+        session.model.loss_chunks = chunks
+        layers = session.watch(2**16) if watched else []
+        loss = session.read(session.step(tokens))["loss"]
+        at = [info.name for info in layers].index("lm_head") if watched else 0
+        numbers = session.layer_numbers().read()[at, ROLES.index("gradient")] if watched else None
+        return loss, session.run.weights(), numbers
+
+    seen = calls(monkeypatch)
+    (loss, weights, _), (watched_loss, watched_weights, found) = trained(False), trained(True)
+    assert seen == ["linear_losses"] * 2
+    assert loss == watched_loss
+    assert all(torch.equal(watched_weights[name], weight) for name, weight in weights.items())
+    _, _, expected = trained(True, fused=False)
+    assert found[COUNT] == (expected[COUNT] if chunks == 1 else expected[COUNT] / 2) > 0
+    if chunks == 1:  # the first chunk need not hold the largest
+        assert abs(found[AMAX] / expected[AMAX] - 1) <= torch.finfo(torch.bfloat16).eps
