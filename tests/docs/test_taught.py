@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from cyclopts import CycloptsError
 
+from halfstep.cli.app import app
 from halfstep.cli.main import run as run_command
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -90,6 +92,27 @@ def test_every_fence_is_read():
         outputs = sum(bool(block.shown) for block in BLOCKS[page])
         assert kinds.count("text") == outputs, f"{page}: a block of text that shows no block's output"
         assert {*kinds} <= {"python", "console", "text", *SHOWN}, page
+
+
+def commands_shown():
+    """Returns (page, words) of each `halfstep` command that pages show without running it."""
+    for page in PAGES:
+        for match in FENCE.finditer(page.read_text(encoding="utf-8")):
+            for command in match[3].replace("\\\n", " ").splitlines() if match[2] == "sh" else ():
+                words = shlex.split(command, comments=True)
+                start = next((place for place, word in enumerate(words) if word == "halfstep"), None)
+                if start is not None:
+                    yield page, words[start + 1 :]
+
+
+def test_commands_that_are_only_shown_can_be_read():
+    shown = list(commands_shown())
+    assert len(shown) > 20
+    for page, words in shown:
+        try:
+            app.parse_args(words, exit_on_error=False, print_error=False)
+        except CycloptsError as error:
+            pytest.fail(f"{page.name}: halfstep {shlex.join(words)}: {error}")
 
 
 SLOW_FIGURES = {"memory_by_role"}  # it follows four steps of GPT-2
