@@ -71,7 +71,7 @@ def linear(x: Array, weight: Array, bias: Array | None, casts: Casts, *, amaxes:
     rows = x.reshape(-1, x.shape[-1])
     y = dot_general(rows, weight, (((1,), (1,)), ((), ())), casts, amaxes=amaxes)
     y = y.reshape(*x.shape[:-1], weight.shape[0])
-    return y if bias is None else rounded(y + _bias(owned(bias, casts), y.shape, casts), casts)
+    return y if bias is None else rounded(y + cast_bias(owned(bias, casts), y.shape, casts), casts)
 
 
 def dot_general(
@@ -320,24 +320,25 @@ def _broadcast(x: Array, shape: tuple[int, ...]) -> Array:
 
 def _broadcast_backward(shape: tuple[int, ...], x: Array, g: Array) -> tuple[Array]:
     # The leading dimensions as one: a sum over rows, which XLA lays out as it is.
-    lead = len(shape) - x.ndim
-    rows = jnp.sum(g.astype(jnp.float32).reshape(-1, *shape[lead:]), axis=0)
-    summed = tuple(axis for axis, (one, all_) in enumerate(zip(x.shape, shape[lead:], strict=True)) if one != all_)
-    return (jnp.sum(rows, axis=summed, keepdims=True).astype(x.dtype),)
+    ones = next((axis for axis, size in enumerate(x.shape) if size > 1), x.ndim)
+    own, last = x.shape[ones:], shape[len(shape) - x.ndim + ones :]
+    rows = jnp.sum(g.astype(jnp.float32).reshape(-1, *last), axis=0)
+    summed = tuple(axis for axis, (one, all_) in enumerate(zip(own, last, strict=True)) if one != all_)
+    return (jnp.sum(rows, axis=summed, keepdims=True).reshape(x.shape).astype(x.dtype),)
 
 
 _broadcast.defvjp(lambda x, shape: (jnp.broadcast_to(x, shape), x), _broadcast_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _bias(bias: Array, shape: tuple[int, ...], casts: Casts) -> Array:
+def cast_bias(parameter: Array, shape: tuple[int, ...], casts: Casts) -> Array:
     """Broadcasts a bias in compute; its gradient, like a weight's, is fp32 from the sum on."""
-    return jnp.broadcast_to(in_compute(bias, casts), shape)
+    return jnp.broadcast_to(in_compute(parameter, casts), shape)
 
 
-_bias.defvjp(
-    lambda bias, shape, casts: (_bias(bias, shape, casts), bias),
-    lambda shape, _, bias, g: _broadcast_backward(shape, bias, g),
+cast_bias.defvjp(
+    lambda parameter, shape, casts: (cast_bias(parameter, shape, casts), parameter),
+    lambda shape, _, parameter, g: _broadcast_backward(shape, parameter, g),
 )
 
 

@@ -11,6 +11,7 @@ fp32 master, *not yet cast*, for as long as possible (lazy.py):
                       fp32 layers and fp32 weight gradients reach any function
     conv_general_dilated      the same three products; the weight gradient comes from widened operands
     exp, rsqrt, log, ...      begin an island: softmax, norm, loss, all in fp32 (islands.py)
+    gelu, silu, softmax       keep only their input for the backward pass (recomputed.py)
     jit, scan, cond, remat    rebuilt around the interpreted body
     custom_jvp_call   of parameters and constants alone, it and its rule run on the master
     all else          masters are cast, and the operation runs as it stands; where a table promoted the stream to
@@ -61,6 +62,7 @@ from halfstep.jax.functions.primitives import (
     ARITHMETIC,
     BROADCASTING,
     COMPARISON,
+    EXACT,
     INLINED,
     ISLANDS,
     LAYOUT,
@@ -72,6 +74,7 @@ from halfstep.jax.functions.primitives import (
     bind,
     bind_wide,
     convolve,
+    fits_exactly,
     is_conversion,
     is_float,
     is_floating,
@@ -79,7 +82,8 @@ from halfstep.jax.functions.primitives import (
     parts_of_scan,
 )
 from halfstep.jax.functions.promoted import find_promoted, is_asked
-from halfstep.jax.layers import admit, dot_general, enter, owned, rounded
+from halfstep.jax.functions.recomputed import Activation, Pick, Softmax, find_recomputed, kept_softmax, picked
+from halfstep.jax.layers import admit, cast_bias, dot_general, enter, owned, pointwise, rounded
 from halfstep.jax.lowering import Casts, casts_of
 from halfstep.jax.matmul import as_dimensions, product
 
@@ -195,10 +199,26 @@ class Interpreter:
         ]
         env.update(zip(jaxpr.constvars, held, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
+        recomputed = find_recomputed(jaxpr)
         for eqn in jaxpr.eqns:
             values = [read(atom) for atom in eqn.invars]
             env.update(zip(eqn.outvars, self._equation(jaxpr, eqn, values), strict=True))
+            if (function := recomputed.get(eqn.outvars[0])) is not None:
+                env[eqn.outvars[0]] = self._with_input_kept(function, read(function.root), env[eqn.outvars[0]])
         return [read(atom) for atom in jaxpr.outvars]
+
+    def _with_input_kept(self, function: Activation | Softmax, x: Value, y: Value) -> Value:
+        """Returns the result of a function that keeps its input alone: then what else led to it is unused."""
+        aval: Any = function.root.aval
+        in_stream = x.narrow or aval.dtype == appears(self.base)
+        other = x.owner is not None or x.kind or x.free or x.fixed or self._is_ruled(x)
+        if other or not in_stream:
+            return y
+        if isinstance(function, Softmax):
+            return replace(y, array=kept_softmax(x.array, function.axes)) if y.kind == "out" else y
+        if y.kind or y.owner is not None or y.asked is not None:
+            return y
+        return replace(y, array=pointwise(function, x.array, casts_of(self.base)))
 
     def _equation(self, jaxpr: Any, eqn: Any, values: list[Value]) -> list[Value]:
         name = eqn.primitive.name
@@ -288,7 +308,6 @@ class Interpreter:
             return [Value(array, ruled=ruled, fixed=fixed, free=free, narrow=narrow)]
         if carried := self._carried_over(eqn, values):
             return carried
-        out = self._bound(jaxpr, eqn, values)
         if name not in NAMED:
             # What an index of the batch moves stays what it was.
             of = [v for a, v in zip(eqn.invars, values, strict=True) if is_float(a) or name not in LAYOUT]
@@ -296,12 +315,40 @@ class Interpreter:
         made, asked = remember(eqn, values), self._asked(eqn, values)
         stays = free or ruled or asked is not None
         biased = name in BROADCASTING and is_biased(eqn, values)
-        results = []
-        for array, var in zip(out, eqn.outvars, strict=True):
-            narrow = (biased or var in self.promoted) and not stays
-            array = self._in_compute(array, eqn, values) if narrow else array
-            results.append(Value(array, None, ruled, fixed, narrowed, free, "", narrow, asked, made))
-        return results
+        becomes = [(biased or var in self.promoted) and not stays for var in eqn.outvars]
+        out = self._narrowly(eqn, values) if becomes == [True] else None
+        if out is None:
+            pairs = zip(self._bound(jaxpr, eqn, values), becomes, strict=True)
+            out = [self._in_compute(array, eqn, values) if narrow else array for array, narrow in pairs]
+        return [
+            Value(array, None, ruled, fixed, narrowed, free, "", narrow, asked, made)
+            for array, narrow in zip(out, becomes, strict=True)
+        ]
+
+    def _narrowly(self, eqn: Any, values: list[Value]) -> list[Any] | None:
+        """Runs arithmetic in compute itself, if its operands are so: fp32 would give the same, rounded, but
+        hides from XLA what it can make part of a matmul, and keeps fp32 arrays for the backward pass."""
+        if self.emulate or eqn.primitive.name not in EXACT:
+            return None
+        shape, casts, arrays = eqn.outvars[0].aval.shape, casts_of(self.base), []
+        for atom, value in zip(eqn.invars, values, strict=True):
+            if not is_float(atom) or (value.owner is None and value.narrow and not value.kind):
+                arrays.append(value.array)
+            elif self._is_small_master(value):
+                arrays.append(cast_bias(value.array, shape, value.owner.casts))  # type: ignore[union-attr]
+            elif isinstance(atom, Literal) and fits_exactly(atom.val, casts.compute):
+                arrays.append(jnp.asarray(atom.val, casts.compute))
+            elif eqn.primitive.name == "select_n" and value.owner is None and value.free and not value.kind:
+                cast = enter if fits(value, self.base.compute.max) else admit
+                arrays.append(cast(jnp.asarray(value.array), casts))  # what is selected is rounded either way
+            else:
+                return None
+        return [eqn.primitive.bind(*arrays, **eqn.params)]
+
+    def _is_small_master(self, value: Value) -> bool:
+        """Returns whether a value is a parameter that computes as the stream does: a bias or a gain."""
+        owner = value.owner
+        return owner is not None and not owner.looked_up and owner.casts.compute == casts_of(self.base).compute
 
     def _carried_over(self, eqn: Any, values: list[Value]) -> list[Value] | None:
         """Moves arrays in the compute format as they are, though their variables are fp32."""
@@ -309,6 +356,9 @@ class Interpreter:
         plain = eqn.primitive.name in LAYOUT and all(value.narrow and value.owner is None for value in floats)
         if not plain or not floats:
             return None
+        if (pick := Pick.of(eqn)) is not None and eqn.outvars[0] not in self.promoted:
+            x, indices = values  # read in fp32, as all of its row: gradients of both meet there
+            return [replace(x, array=picked(self.island.widened(x), x.array, indices.array, pick), narrow=False)]
         out = eqn.primitive.bind(*(value.array for value in values), **eqn.params)
         out, made = (out if eqn.primitive.multiple_results else [out]), remember(eqn, values)
         return [replace(floats[0], array=array, made=made) for array in out]
@@ -415,7 +465,10 @@ class Interpreter:
         if name in BROADCASTING:
             # Broadcast while it is a master: the transpose of a broadcast is a sum over tokens, here in fp32.
             shape = eqn.outvars[0].aval.shape
-            values = [v if v.owner is None else replace(v, array=jnp.broadcast_to(v.array, shape)) for v in values]
+            values = [
+                v if v.owner is None else replace(v, array=self._spread(atom, v, shape))
+                for atom, v in zip(eqn.invars, values, strict=True)
+            ]
         arrays = self._arrays(eqn.invars, values)
         carried = any(self._is_carried(atom.aval.dtype) for atom in (*eqn.invars, *eqn.outvars))
         if carried and (name in LAYOUT | ARITHMETIC | COMPARISON or name == "convert_element_type"):
@@ -427,6 +480,13 @@ class Interpreter:
             arrays = [x.astype(atom.aval.dtype) if is_float(atom) else x for x, atom in pairs]
         out = [self.carrier(array) for array in bind(jaxpr, eqn, arrays)]
         return [self._on_grid(a, v.aval) for a, v in zip(out, eqn.outvars, strict=True)]
+
+    def _spread(self, atom: Any, master: Value, shape: tuple[int, ...]) -> Array:
+        """Broadcasts a master. A bias is cast before: XLA can make what it reads part of a matmul."""
+        wide = self.emulate or atom.aval.dtype == _FLOAT32 or not self._is_small_master(master)
+        if wide or master.owner is None:
+            return jnp.broadcast_to(master.array, shape)
+        return cast_bias(master.array, shape, master.owner.casts)
 
     def _check_opaque(self, eqn: Any, values: list[Value]) -> None:
         for atom, owner in ((a, v.owner) for a, v in zip(eqn.invars, values, strict=True) if v.owner is not None):
@@ -545,8 +605,11 @@ class Interpreter:
         array = value.array
         if value.owner is not None and value.narrow:
             array = enter(array, value.owner.casts)
-        if value.owner is None and not value.kind and not value.narrow:
-            return array
+        if value.owner is None and not value.kind:
+            if not value.narrow:
+                return array
+            if aval.dtype == _FLOAT32:
+                return self.island.widened(value)  # once, so that gradients of what reads it are summed in fp32
         return self._on_grid(array, aval) if self.emulate else array.astype(aval.dtype)
 
     def _carried(self, atoms: Sequence[Any], values: Sequence[Value], narrow: Sequence[bool]) -> list[Any]:

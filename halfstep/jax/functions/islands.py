@@ -26,6 +26,7 @@ from jax import Array
 
 from halfstep.jax.functions.lazy import Made, Value
 from halfstep.jax.functions.primitives import LAYOUT, bind_wide, is_conversion, is_float, words
+from halfstep.jax.functions.recomputed import Pick, picked
 
 _BEGINS = {"exp": "exp", "exp2": "exp", "rsqrt": "stat", "sqrt": "stat", "log": "loss"}
 _SCALED = words("mul div add max min neg select_n")
@@ -88,11 +89,24 @@ class Island:
             return self.widened(value)
         name, values = value.made.eqn.primitive.name, value.made.values
         if name == "sub":
-            return self._again("shifted", value, self.widened)
-        scaled = name in _SCALED and _of_one(value.made)
+            return self._again("shifted", value, self._peak)
+        if (pick := Pick.of(value.made.eqn)) is not None and values[0].owner is None:
+            logits, indices = values
+            return self._once(
+                "picked", value, lambda: picked(self.widened(logits), logits.array, indices.array, pick)
+            )
+        scaled = (name in _SCALED and _of_one(value.made)) or _is_picked(value)
         if scaled or (name in LAYOUT and len(values) == 1):
             return self._again("shifted", value, self._shifted)
         return self.widened(value)
+
+    def _peak(self, value: Value) -> Array:
+        """Computes a largest number again, in fp32, which changes no bit, but leaves no conversions in between."""
+        if not _is_peak(value):
+            return self.widened(value)
+        assert value.made is not None
+        of_all = value.made.eqn.primitive.name == "reduce_max"
+        return self._again("peak", value, self.widened if of_all else self._peak)
 
     def _statistic(self, value: Value) -> Array:
         """Computes the operand of rsqrt or sqrt again, if it comes from sums."""
@@ -138,6 +152,25 @@ def _of_one(made: Made) -> bool:
     """Returns whether all operands but one are constants, masks or tables."""
     pairs = zip(made.eqn.invars, made.values, strict=True)
     return sum(is_float(atom) and not value.free for atom, value in pairs) == 1
+
+
+def _is_peak(value: Value) -> bool:
+    """Returns whether a value is the largest of an axis, perhaps moved, and at least some constant."""
+    if value.kind or value.made is None:
+        return False
+    name, values = value.made.eqn.primitive.name, value.made.values
+    if name == "reduce_max":
+        return True
+    moved = name in LAYOUT and len(values) == 1
+    bounded = name in ("max", "select_n") and _of_one(value.made)
+    return (moved or bounded) and any(map(_is_peak, values))
+
+
+def _is_picked(value: Value) -> bool:
+    """Returns whether a value is picked from rows, by an index for each, and perhaps moved."""
+    if value.kind or value.made is None or value.made.eqn.primitive.name not in LAYOUT:
+        return False
+    return Pick.of(value.made.eqn) is not None or _is_picked(value.made.values[0])
 
 
 def _sums(value: Value) -> bool:

@@ -45,6 +45,9 @@ ARITHMETIC = words(
 BROADCASTING = words("add sub mul div max min pow atan2 rem clamp select_n")
 """Arithmetic that stretches axes of size 1, and scalars."""
 
+EXACT = words("add sub mul max min neg abs select_n")
+"""Arithmetic that gives the same in a narrow format as in fp32 and then rounded."""
+
 COMPARISON = words("eq ne lt le gt ge is_finite argmax argmin")
 PRODUCT = words("dot_general conv_general_dilated")
 ALGORITHMS: dict[Any, Format] = {
@@ -124,6 +127,11 @@ def bind_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
     narrow = {k: v for k, v in eqn.params.items() if isinstance(v, np.dtype) and jnp.issubdtype(v, jnp.floating)}
     out = eqn.primitive.bind(*wide, **{**eqn.params, **dict.fromkeys(narrow, jnp.dtype(jnp.float32))})
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def fits_exactly(number: Any, dtype: Any) -> bool:
+    """Returns whether a number is one of a dtype."""
+    return np.ndim(number) == 0 and bool(np.float32(number) == np.asarray(number).astype(dtype).astype(np.float32))
 
 
 def is_floating(x: Any) -> bool:
