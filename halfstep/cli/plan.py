@@ -96,6 +96,12 @@ def _planner(
                 hint="training.steps, training.compile and training.memory do",
             )
     training = load(DEFAULT_RECIPE, overrides).training
+    if training.compile == "block":
+        raise ConfigError(
+            "training.compile=block compiles the blocks of a recipe, and which modules of a factory's model are "
+            "blocks is not known",
+            hint="--set training.compile=true",
+        )
     options: dict[str, Any] = {"compiled": training.compile, "steps": training.steps, "memory": training.memory}
     given = (machine, gpus, price)
     return (

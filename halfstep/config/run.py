@@ -65,8 +65,9 @@ class TrainingConfig:
     than this many nats above the recent median; 0 is off."""
     deterministic: bool = False
     """Whether a repeated run has the same bits on an NVIDIA GPU too; slower. On a CPU it always does."""
-    compile: bool = False
-    """Whether the step is compiled by the framework; JAX always does."""
+    compile: bool | Literal["block"] = False
+    """Whether the step is compiled by the framework; JAX always does. `block`, on torch: each block by itself, so
+    that one compilation serves all of them: the first step comes sooner, and later ones may take longer."""
     loggers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
     """Where else the run's events are shown; each needs its package. W&B is offline unless WANDB_MODE says
     otherwise."""
@@ -223,6 +224,11 @@ class RunConfig:
                 'training.memory = "lean", and backend mlx cannot keep what matmuls return and compute the rest '
                 "again: mx.checkpoint runs all of a function again",
                 hint="set training.recompute_blocks = true, which does so by block, or use --backend torch or jax",
+            )
+        if self.training.compile == "block" and self.backend != "torch":
+            raise ConfigError(
+                f'training.compile = "block", and backend {self.backend} compiles a step as a whole',
+                hint="set training.compile = true, or use --backend torch",
             )
         if self.monitor.shadow_every and self.backend != "torch":
             raise ConfigError(

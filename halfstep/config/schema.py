@@ -311,7 +311,11 @@ def _is_like(hint: Any, value: Any) -> bool:
     kind, _ = _unwrap(hint)
     if dataclasses.is_dataclass(kind):
         return isinstance(value, Mapping)
-    return isinstance(value, float | int if kind is float else kind) and not isinstance(value, bool)
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if isinstance(value, bool) or kind is bool:
+        return isinstance(value, bool) and kind is bool
+    return isinstance(value, float | int if kind is float else kind)
 
 
 def wrong(key: str, value: Any, allowed: str, hint: str | None = None) -> ConfigError:

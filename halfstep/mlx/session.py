@@ -90,7 +90,7 @@ class Session:
                 config.training.clip_norm,
                 seed=config.seed,
                 ema=config.training.ema,
-                compile=resolve_compile(config.training.compile),
+                compile=resolve_compile(bool(config.training.compile)),
                 ranks=None if self.schedule is None else joined(),  # what does not train needs no others
             )
         self._moments = names_in_state(config)

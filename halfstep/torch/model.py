@@ -80,7 +80,8 @@ class Decoder(Layer):
                 x_BTD, values = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)
             else:
                 x_BTD, values = block(*given)
-            first_values = values if first_values is None else first_values
+            if self.config.value_residual:  # else blocks would differ in what they are given, when compiled
+                first_values = values if first_values is None else first_values
             if self.skip_weights is not None and len(skips) < len(self.skip_weights):
                 skips.append(x_BTD)
         x_BTD = self.final_norm(x_BTD)

@@ -89,9 +89,9 @@ class Session:
             torch.cuda.set_device(self.device)  # for code that names no device, such as kernels of a library
         torch.set_float32_matmul_precision("highest")  # fp32 is fp32; the run makes others sum in fp32
         if config.training.deterministic:
-            _make_deterministic(compiled=config.training.compile)
+            _make_deterministic(compiled=bool(config.training.compile))
         self._copies, self._readback = Copies(), Readback(self.device)
-        self._compiled = config.training.compile
+        self._compiled = bool(config.training.compile)
         torch.manual_seed(config.seed)
         self._build(policy, initial_weights(config.model, config.seed) if weights is None else weights)
         if self.device.type == "cuda":
@@ -127,7 +127,10 @@ class Session:
             self._optimizers = build_optimizers(self.model, config.optimizer)
             self.run = Run(self.model, self._optimizers, policy, config.training.clip_norm, **run)
         loss = self.model.loss if self._ddp is None else partial(self.model.loss, called=self._ddp)
-        self._loss = torch.compile(loss) if self._compiled else loss
+        if config.training.compile == "block":
+            for block in self.model.blocks:
+                block.compile()
+        self._loss = torch.compile(loss) if config.training.compile is True else loss
 
     def change_policy(self, policy: Policy, *, keep: bool = True) -> None:
         """Trains in another precision from the next step on; without `keep`, a state must be loaded first.

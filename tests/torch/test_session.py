@@ -1,9 +1,15 @@
 """The session on torch. What every backend's session does is in tests/conformance."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from halfstep.config.load import load
+from halfstep.core.errors import ConfigError
 from halfstep.core.policy import Policy
 from halfstep.torch.session import Session
 from halfstep.torch.state import restored, stored
@@ -34,6 +40,52 @@ def test_compile_compiles_the_loss(monkeypatch):
     assert compiled == []
     s = session("fp32", "training.compile=true")
     assert compiled == [s.model.loss]
+
+
+def test_one_compilation_serves_every_block(monkeypatch):
+    original = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda block: original(block, backend="eager"))
+    losses = {}
+    for value in ("false", "block"):
+        torch.compiler.reset()
+        counters.clear()
+        s = session("fp32", f"training.compile={value}", "model.layers=3")
+        losses[value] = [s.read(s.step(batch(step, s)))["loss"] for step in range(2)]
+    assert counters["stats"]["unique_graphs"] == 1
+    assert losses["block"] == losses["false"]
+
+
+def test_other_backends_do_not_compile_by_block():
+    with pytest.raises(ConfigError, match="backend jax compiles a step as a whole"):
+        load("tiny", ["backend=jax", "training.compile=block"])
+
+
+FIRST_STEP = """
+import numpy as np
+from torch._dynamo.utils import counters
+from halfstep.config.load import load
+from halfstep.core.policy import Policy
+from halfstep.training.session import open_session
+
+sizes = "width=32 heads=2 context=16 vocabulary=64 layers=2".split()
+given = [*(f"model.{size}" for size in sizes), "training.compile=block", "training.batch=2", "monitor.on=false"]
+session = open_session(load("gpt2", given), Policy.parse("bf16-mixed,param=fp32:split"), "cpu")
+session.step(np.zeros((1, 2, 17), np.int32))
+print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+@pytest.mark.prove
+def test_a_second_process_finds_what_the_first_compiled(tmp_path):
+    """Nothing of ours changes the key of torch's cache from one process to the next: forward and backward."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", FIRST_STEP], env=environment, check=True, capture_output=True, text=True
+        ).stdout.split()
+        for _ in range(2)
+    ]
+    assert found == [["2", "0"], ["0", "2"]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool, torch.uint8])

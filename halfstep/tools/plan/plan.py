@@ -123,7 +123,7 @@ def plan_recipe(config: RunConfig, policy: Policy, machine: Machine, gpus: int, 
     job = spread(config, gpus, machine)
     own = replace(config.training, batch=job.batch, micro_batches=job.micro_batches)
     traced = of_recipe(replace(config, training=own), policy, machine.hardware)
-    return _planned(traced, policy, machine, job, config.training.steps, price, compiled=own.compile)
+    return _planned(traced, policy, machine, job, config.training.steps, price, compiled=bool(own.compile))
 
 
 def plan_factory(

@@ -67,7 +67,7 @@ class Recipe:
     def __init__(self, config: RunConfig, out: Path, device: str | None):
         quiet = dataclasses.replace(config.monitor, on=False)
         self.config, self.out, self.device = dataclasses.replace(config, monitor=quiet), out, device
-        self.compiled = config.training.compile
+        self.compiled = bool(config.training.compile)
         self.named = None if read(config.policy).base == "auto" else config.policy
 
     def train(self, policy: Policy, seed: int, steps: int, report: Report) -> float:

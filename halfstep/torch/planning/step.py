@@ -133,7 +133,7 @@ def of_recipe(config: RunConfig, policy: Policy, hardware: Device) -> Traced:
     def make() -> tuple[Run, Callable[[Any], Any], list[Any], nn.Module]:
         model = Decoder(settings)
         model.recompute = training.recompute_blocks
-        given: dict[str, Any] = {"tokens": tokens, "compiled": training.compile, "memory": training.memory}
+        given: dict[str, Any] = {"tokens": tokens, "compiled": bool(training.compile), "memory": training.memory}
         conversion = apply(model, policy, model.module_names(), **given)
         optimizers = build_optimizers(model, config.optimizer)
         options: dict[str, Any] = {"conversion": conversion, "seed": config.seed, "ema": training.ema}
@@ -178,17 +178,22 @@ def _checked(made: Any) -> tuple[Any, ...]:
     return made
 
 
-def _follow(make: Callable[[], Any], hardware: Device, *, compiled: bool, micro_batches: int) -> Traced:
+def _follow(make: Callable[[], Any], hardware: Device, *, compiled: bool | str, micro_batches: int) -> Traced:
     trace = Trace()
     tracker = Tracker(trace, "meta")
-    with warnings.catch_warnings(), stand_in(hardware, tracker.launch, compiled=compiled), tracker:
+    with warnings.catch_warnings(), stand_in(hardware, tracker.launch, compiled=bool(compiled)), tracker:
         warnings.simplefilter("ignore")
         if hardware.kind == "nvidia":
             assert hardware.capability is not None
             trace.ledger.allocate(WORKSPACE[hardware.capability[0] >= HOPPER], "setup", (-1,))
         with torch.device("meta"):
             run, loss_fn, batches, model = make()
-        called = torch.compile(loss_fn, backend=backend(tracker), dynamic=False) if compiled else loss_fn
+        called = loss_fn
+        if compiled == "block":
+            for block in model.blocks:
+                block.compile(backend=backend(tracker), dynamic=False)
+        elif compiled:
+            called = torch.compile(loss_fn, backend=backend(tracker), dynamic=False)
 
         def loss(batch: Any) -> Any:
             with trace.during("forward"):

@@ -1,0 +1,152 @@
+"""How long until the first step is done, with a cold and a warm cache, and how long later ones take.
+
+    python benchmarks/measure/first_step.py --size 124M|1.3B [--arms autocast bf16 bf16-block fp8] [--steps 20]
+
+Every arm runs twice, each time in a process of its own: first with an empty folder for what torch compiles and
+tunes, then with what the first left there. A process reports the seconds from its start to the end of the first
+step, those of `prepare` alone (which times layers for fp8), of a later step (the median), how many graphs were
+compiled, and the peak of memory.
+
+    autocast      torch.autocast in bf16, torch.compile, fused AdamW: the same model, without halfstep
+    bf16          halfstep, bf16-mixed with split masters, the whole model compiled
+    bf16-block    the same, each block compiled by itself, the rest not
+    bf16-lean     bf16 with memory="lean"
+    fp8           halfstep, fp8-mixed, the whole model compiled
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+START = time.perf_counter()  # of this process, a moment after it began
+
+
+class Size(NamedTuple):
+    """The sizes of a GPT-2, and of a micro-batch."""
+
+    layers: int
+    width: int
+    heads: int
+    batch: int
+    context: int = 1024
+    vocabulary: int = 50304
+
+
+SIZES = {"124M": Size(12, 768, 12, 32), "1.3B": Size(24, 2048, 16, 16), "tiny": Size(2, 32, 2, 2, 16, 128)}
+SPLIT = "bf16-mixed,param=fp32:split"
+POLICIES = {"bf16": SPLIT, "bf16-block": SPLIT, "bf16-lean": SPLIT, "fp8": "fp8-mixed,param=fp32:split"}
+ARMS = ("autocast", *POLICIES)
+GIVEN = ("layers", "width", "heads", "vocabulary", "context")
+
+
+def main() -> None:
+    """Runs every arm, cold and warm, and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="124M")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
+    parser.add_argument("--steps", type=int, default=20, help="later steps that are timed")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--one", choices=ARMS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(run(options)))
+        return
+    times = f"{'first step, s':>15}{'prepare, s':>12}{'step, ms':>10}"
+    print(f"{'arm':12}{'cache':>6}{times}{'graphs':>8}{'MiB':>8}{'loss':>9}")
+    for arm in options.arms:
+        with tempfile.TemporaryDirectory() as cache:
+            for kind in ("cold", "warm"):
+                row = in_process(arm, options, Path(cache))
+                times = f"{row['first']:15.1f}{row['prepare']:12.1f}{row['step'] * 1000:10.1f}"
+                print(
+                    f"{arm:12}{kind:>6}{times}{row['graphs']:8.0f}{row['memory'] / 2**20:8,.0f}{row['loss']:9.4f}",
+                    flush=True,
+                )
+
+
+def in_process(arm: str, options: argparse.Namespace, cache: Path) -> dict[str, float]:
+    """Runs an arm in a new process whose caches are in a folder."""
+    folders = {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
+    given = ["--size", options.size, "--steps", str(options.steps), "--device", options.device, "--one", arm]
+    made = subprocess.run(
+        [sys.executable, __file__, *given],
+        env={**os.environ, **folders},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return json.loads(made.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def run(options: argparse.Namespace) -> dict[str, float]:
+    """Trains one arm; returns its times in seconds, its memory in bytes, and its last loss."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    from halfstep.tools.bench.arms.model import GPT2
+
+    size, device = SIZES[options.size], torch.device(options.device)
+    torch.manual_seed(0)
+    model = GPT2(**{name: getattr(size, name) for name in GIVEN}).to(device)
+    before = time.perf_counter()
+    update = under_autocast(model) if options.one == "autocast" else by_halfstep(model, options.one, size)
+    prepared = time.perf_counter() - before
+    seconds: list[float] = []
+    for _ in range(options.steps + 2):
+        tokens = torch.randint(size.vocabulary, (size.batch, size.context + 1)).to(device)
+        begin = time.perf_counter()
+        loss = float(update((tokens[:, :-1], tokens[:, 1:])))  # waits for the step
+        seconds.append(time.perf_counter() - begin)
+        if len(seconds) == 1:
+            first = time.perf_counter() - START
+    memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    times = {"first": first, "prepare": prepared, "step": median(seconds[2:])}
+    return {**times, "graphs": counters["stats"]["unique_graphs"], "memory": memory, "loss": loss}
+
+
+def under_autocast(model: Any) -> Any:
+    """Returns an update as most recipes write it, without halfstep."""
+    import torch
+
+    forward, optimizer = torch.compile(model), torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    device = next(model.parameters()).device.type
+
+    def update(batch: Any) -> Any:
+        with torch.autocast(device, torch.bfloat16):
+            loss = forward(*batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return update
+
+
+def by_halfstep(model: Any, arm: str, size: Size) -> Any:
+    """Returns an update by halfstep, compiled as a whole or block by block."""
+    import torch
+
+    from halfstep.torch import AdamW, prepare
+
+    optimizer, memory = AdamW(model.parameters(), lr=1e-4), "lean" if arm == "bf16-lean" else "fast"
+    given: dict[str, Any] = {"clip_norm": 1.0, "tokens": size.batch * size.context, "memory": memory}
+    run = prepare(model, optimizer, POLICIES[arm], **given)
+    forward = model
+    if arm == "bf16-block":
+        for block in model.h:
+            block.compile()
+    else:
+        forward = torch.compile(model)
+    return lambda batch: run.step(lambda pair: forward(*pair), [batch]).loss
+
+
+if __name__ == "__main__":
+    main()
