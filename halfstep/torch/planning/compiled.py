@@ -26,7 +26,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from halfstep.torch.planning.ledger import rounded
-from halfstep.torch.planning.tracker import ATTENTION_BACKWARD, Tracker, Work, work_of
+from halfstep.torch.planning.tracker import (
+    ATTENTION_BACKWARD,
+    CHUNKED_LOSS,
+    Tracker,
+    Work,
+    logits_of_chunk,
+    work_of,
+    works_of_loss,
+)
 
 # inductor's realize_reads_threshold, realize_acc_reads_threshold and realize_opcount_threshold
 READS, ALL_READS, OPERATIONS = 4, 8, 30
@@ -189,11 +197,17 @@ def _play(kernels: Kernels, tracker: Tracker, *inputs: Any) -> Any:
         live[buffer] = ledger.allocate(size, trace.phase, _shape(buffer))
         if _name(maker) in ATTENTION_BACKWARD and buffer.args[1] == 0:  # type: ignore[arg-type]
             ledger.passing(4 * buffer.meta["val"].numel(), trace.phase)
+        if _name(maker) == CHUNKED_LOSS and buffer.args[1] == 0:
+            ledger.passing(logits_of_chunk(*_tensors(maker), maker.args[4]), trace.phase)  # type: ignore[arg-type]
         for node in [*dying, *([buffer] if buffer in kernels.unread else [])]:
             if node in live:
                 _free(tracker, live.pop(node))
     made = [buffer for buffer in kernels.buffers if buffer.target is not operator.getitem]
-    trace.work += [_work(kernels, node, trace.phase) for node in (*made, *kernels.several)]
+    for node in (*made, *kernels.several):
+        is_loss = _name(node) == CHUNKED_LOSS
+        trace.work += (
+            works_of_loss(*_tensors(node), trace.phase) if is_loss else [_work(kernels, node, trace.phase)]
+        )
     for node, key in live.items():
         if node not in keys:
             ledger.free(key)  # its tensor is made next
@@ -242,6 +256,12 @@ def _work(kernels: Kernels, buffer: fx.Node, phase: str) -> Work:
         made = [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, Tensor)]
         return work_of(function, name, values, made, args, kwargs, out, phase)
     return Work("bytes", "", (), 0, reads + nbytes_of(buffer), phase)
+
+
+def _tensors(loss: fx.Node) -> tuple[Tensor, Tensor]:
+    """Returns the rows and the matrix of a loss in chunks."""
+    rows, w = (node.meta["val"] for node in loss.args[:2])  # type: ignore[union-attr]
+    return rows, w
 
 
 def _maker(buffer: fx.Node) -> fx.Node:

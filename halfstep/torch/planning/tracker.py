@@ -27,6 +27,7 @@ ATTENTION_BACKWARD = {
     "_scaled_dot_product_cudnn_attention_backward",
     "_scaled_dot_product_efficient_attention_backward",
 }
+CHUNKED_LOSS = "linear_cross_entropy"  # ours, whose logits exist a chunk at a time (losses.py)
 # Operations that launch nothing.
 _FREE = {"detach", "alias", "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "lift_fresh"}
 
@@ -110,6 +111,10 @@ class Tracker(TorchDispatchMode):
         view = bool(made) and all(self.follow(t) is False for t in made)
         if not made or (view and not function._schema.is_mutable) or name in _FREE:
             return
+        if name == CHUNKED_LOSS:
+            self.trace.work += works_of_loss(args[0], args[1], self.trace.phase)
+            self.trace.ledger.passing(logits_of_chunk(args[0], args[1], args[4]), self.trace.phase)
+            return
         self.trace.work.append(work_of(function, name, given, made, args, kwargs, out, self.trace.phase))
         if name in ATTENTION_BACKWARD:
             self.trace.ledger.passing(4 * given[1].numel(), self.trace.phase)
@@ -145,6 +150,21 @@ class Tracker(TorchDispatchMode):
         self.keys.pop(address, None)
         self._refs.pop(address, None)
         self.drop(key)
+
+
+def works_of_loss(rows: Tensor, w: Tensor, phase: str) -> list[Work]:
+    """Describes a linear layer with its loss, in chunks: three matmuls, and a pass over the logits and back."""
+    (tokens, width), vocabulary, dtype = rows.shape, w.shape[0], _format(rows.dtype)
+    logits = tokens * vocabulary * rows.element_size()
+    shapes = ((tokens, width, vocabulary), (tokens, vocabulary, width), (vocabulary, tokens, width))
+    flops = 2 * tokens * width * vocabulary
+    products = [Work("matmul", dtype, shape, flops, logits, phase) for shape in shapes]
+    return [*products, Work("bytes", "", (), 0, 2 * logits, phase)]
+
+
+def logits_of_chunk(rows: Tensor, w: Tensor, chunks: int) -> int:
+    """Returns the bytes of the logits that exist at a time."""
+    return -(-rows.shape[0] // chunks) * w.shape[0] * rows.element_size()
 
 
 def work_of(

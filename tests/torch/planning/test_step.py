@@ -99,6 +99,19 @@ def test_compiled_code_holds_less(policy):
     assert sum(w.flops for w in compiled.work) == sum(w.flops for w in eager.work)
 
 
+@pytest.mark.parametrize("compiled", ["false", pytest.param("true", marks=pytest.mark.prove)])
+def test_a_loss_in_chunks_does_the_same_work_with_fewer_logits(compiled):
+    shape = [*SMALL, "model.vocabulary=4096", "optimizer.name=adamw", f"training.compile={compiled}"]
+    fast, lean = (
+        of_recipe(load("tiny", [*shape, f"training.memory={memory}"]), Policy.parse("bf16-mixed"), H200)
+        for memory in ("fast", "lean")
+    )
+    assert sum(w.flops for w in lean.work) == sum(w.flops for w in fast.work)
+    logits, chunk = 4 * 64 * 4096 * 2, 64 * 4096 * 2
+    assert peak(fast) - peak(lean) >= logits - chunk - 4 * 4096 * 32 * 2  # its fp32 gradient is held meanwhile
+    assert any(a.nbytes == chunk for a in lean.ledger.allocations.values())
+
+
 def test_a_factory_that_names_a_device_is_refused():
     def made():
         with torch.device("cpu"):
