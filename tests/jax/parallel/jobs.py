@@ -79,9 +79,11 @@ def train(shape, policy, steps=3, micro=MICRO, *, uneven=False, broken=None):
             aux = result.aux.shape
         exchanged = [exchanges(text) for text in programs()]
     copies = [[np.asarray(s.data).tobytes() for s in leaf.addressable_shards] for leaf in jax.tree.leaves(state)]
-    weights = {name: np.asarray(leaf["weight"], np.float32) for name, leaf in state.params.items()}
+    weights = {name: np.asarray(leaf["weight"]) for name, leaf in state.masters().items()}
+    amaxes = {name: np.asarray(history) for name, history in state.amaxes.items()}
     same = all(len(each) == np.prod(shape) and len({*each}) == 1 for each in copies)
-    return rows, weights, {"aux": aux, "same": same, "exchanged": exchanged, "programs": step._cache_size()}
+    more = {"aux": aux, "same": same, "exchanged": exchanged, "programs": step._cache_size(), "amaxes": amaxes}
+    return rows, weights, more
 
 
 @contextmanager

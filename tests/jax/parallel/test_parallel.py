@@ -121,3 +121,25 @@ def test_what_devices_cannot_share_is_refused_with_a_remedy(devices):
     for said, (message, hint) in zip(devices(jobs.refusals, [*REFUSED]), REFUSED.values(), strict=True):
         assert message in said[0]
         assert hint in said[1]
+
+
+@pytest.mark.prove
+def test_split_masters_on_four_devices_are_the_whole_ones_bit_for_bit(devices):
+    whole, split = (devices(jobs.train, (4,), f"bf16-mixed{how}", 3) for how in ("", ",param=fp32:split"))
+    assert split[0] == whole[0]
+    assert split[2]["same"]
+    assert split[2]["programs"] == 1
+    for name, weight in whole[1].items():
+        assert np.array_equal(split[1][name], weight), name
+
+
+@pytest.mark.prove
+def test_delayed_amaxes_on_four_devices_are_those_of_the_whole_batch(devices):
+    """A gradient is of the mean over a device's own rows, a quarter of all: four times as large, exactly."""
+    policy = "bf16-mixed,emulate=true; up: compute=e4m3:delayed,grad=e5m2:delayed"
+    alone, together = (devices(jobs.train, shape, policy, 1, None) for shape in ((), (4,)))
+    one, all_ = (each[2]["amaxes"]["up"] for each in (alone, together))
+    assert together[2]["same"]
+    assert one[:, 0].all()
+    assert np.array_equal(all_[:2], one[:2])
+    assert np.array_equal(all_[2], 4 * one[2])
