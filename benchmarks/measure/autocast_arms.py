@@ -1,7 +1,8 @@
-"""What host.py and batches.py time: an update of a GPT-2 under autocast, and under `prepare` in three ways.
+"""What host.py and batches.py time: an update of a GPT-2 under autocast, and under `prepare` in several ways.
 
 All clip to a norm of 1. `autocast` steps with torch's fused AdamW; `split masters` and `whole masters` with
-halfstep's; `torch's AdamW` keeps whole masters and steps with that same fused one.
+halfstep's; `torch's AdamW` keeps whole masters and steps with that same fused one. `split, graph` and
+`whole, graph` are one CUDA graph per update.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ POLICIES = {
     "whole masters": "bf16-mixed",
     "torch's AdamW": "bf16-mixed",
 }
+GRAPHS = {"split, graph": "bf16-mixed,param=fp32:split", "whole, graph": "bf16-mixed"}
 Update = Callable[[Sequence[tuple[torch.Tensor, torch.Tensor]]], object]  # of inputs and targets per micro-batch
 
 
@@ -24,7 +26,8 @@ def make_update(name: str, model: torch.nn.Module, *, compiled: bool = False) ->
     if name == "autocast":
         return _under_autocast(model, stock, torch.compile(model) if compiled else model)
     optimizer = stock if name == "torch's AdamW" else AdamW(model.parameters(), lr=1e-4)
-    run = prepare(model, optimizer, POLICIES[name], clip_norm=1.0)
+    policy = (POLICIES | GRAPHS)[name]
+    run = prepare(model, optimizer, policy, clip_norm=1.0, graph=name in GRAPHS)
     forward = torch.compile(model) if compiled else model
     return lambda batches: run.step(lambda batch: forward(*batch), batches)
 

@@ -1,10 +1,10 @@
 """Times training against autocast on an NVIDIA GPU, from batches where the host is the limit to large ones.
 
-    python benchmarks/measure/batches.py [--compiled] [--sizes 2 8 32] [--micro-batches 1 8] [--rounds 10]
+    python benchmarks/measure/batches.py [--compiled] [--graphs] [--sizes 2 8 32] [--micro-batches 1 8]
 
 GPT-2 124M with clipping; a step has 1 or 8 micro-batches of `size` x 1024 tokens. The arms take short turns in one
 process, in reverse order every other round: autocast with torch's fused AdamW, `prepare` with split masters, with
-whole ones, and with whole ones and that same AdamW.
+whole ones, and with whole ones and that same AdamW; with `--graphs` also one CUDA graph per update, of both.
 
 Printed are the fastest turn and the median, in ms per step, each with its ratio to autocast. Small batches are
 bound by the host. On a shared one a core runs at half its speed for seconds, whichever arm is on it; that only
@@ -20,7 +20,7 @@ import time
 from functools import partial
 
 import torch
-from autocast_arms import POLICIES, Update, make_update, take_turns
+from autocast_arms import GRAPHS, POLICIES, Update, make_update, take_turns
 
 from halfstep.tools.bench.arms.model import GPT2
 
@@ -48,9 +48,10 @@ def main() -> int:
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--arms", nargs="+", choices=[*POLICIES], default=[*POLICIES], help="besides autocast")
+    parser.add_argument("--graphs", action="store_true", help="also time updates that are CUDA graphs")
     options = parser.parse_args()
     mode, worst = "compiled" if options.compiled else "eager", 0.0
-    names = ("autocast", *options.arms)
+    names = ("autocast", *options.arms, *(GRAPHS if options.graphs else ()))
     arms = {name: make_update(name, gpt2_124m(), compiled=options.compiled) for name in names}
     print(f"{'':32} fastest ratio     median ratio")
     for size in options.sizes:

@@ -68,6 +68,9 @@ class TrainingConfig:
     compile: bool | Literal["block"] = False
     """Whether the step is compiled by the framework; JAX always does. `block`, on torch: each block by itself, so
     that one compilation serves all of them: the first step comes sooner, and later ones may take longer."""
+    graph: bool = False
+    """Whether each step is launched as one CUDA graph, on torch and an NVIDIA GPU: faster where batches are small
+    and the host is the limit, with the same bits. It needs `monitor.on = false`."""
     loggers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
     """Where else the run's events are shown; each needs its package. W&B is offline unless WANDB_MODE says
     otherwise."""
@@ -235,6 +238,13 @@ class RunConfig:
                 f"monitor.shadow_every = {self.monitor.shadow_every}, and backend {self.backend} cannot run a "
                 "step again in other formats: they are compiled into it",
                 hint="use --backend torch, or leave monitor.shadow_every at 0",
+            )
+        if self.training.graph and (self.backend != "torch" or self.monitor.on):
+            elsewhere = f"backend {self.backend} has no CUDA graphs of its own to make"
+            watched = "the monitor sends numbers of layers to the host within a step"
+            raise ConfigError(
+                f"training.graph is true, and {elsewhere if self.backend != 'torch' else watched}",
+                hint="set monitor.on = false" if self.backend == "torch" else "set training.graph = false",
             )
         self._check_parallel()
 

@@ -27,6 +27,7 @@ from halfstep.core.state_format import Snapshot, Stored
 from halfstep.torch import memory
 from halfstep.torch.apply import adopt, apply, check_policy
 from halfstep.torch.dtypes import as_device, describe
+from halfstep.torch.graph import check_graph, why_not_with
 from halfstep.torch.measure import devices
 from halfstep.torch.model import Decoder
 from halfstep.torch.observe.readback import Unread
@@ -90,6 +91,8 @@ class Session:
         torch.set_float32_matmul_precision("highest")  # fp32 is fp32; the run makes others sum in fp32
         if config.training.deterministic:
             _make_deterministic(compiled=bool(config.training.compile))
+        if config.training.graph:
+            check_graph(why_not_with(self.device, []))
         self._copies, self._readback = Copies(), Readback(self.device)
         self._compiled = bool(config.training.compile)
         torch.manual_seed(config.seed)
@@ -117,7 +120,8 @@ class Session:
                 self.model, self.conversion, from_all_ranks(self.conversion.measured.narrow)[0]
             )
         self._ddp: nn.Module | None = None
-        run = {"conversion": self.conversion, "seed": config.seed, "ema": config.training.ema}
+        run: dict[str, Any] = {"conversion": self.conversion, "seed": config.seed, "ema": config.training.ema}
+        run["graph"] = config.training.graph
         if in_group():
             self.run = Run(self.model, [], policy, config.training.clip_norm, **run)
             self._share(config)

@@ -37,9 +37,9 @@ from halfstep.torch import state
 from halfstep.torch.apply import apply, names_of, restore, set_precision
 from halfstep.torch.convert.plan import check_model
 from halfstep.torch.dtypes import describe, home
+from halfstep.torch.graph import StepGraph, check_graph, why_not_with
 from halfstep.torch.observe.slots import unwatch
 from halfstep.torch.optim.adamw import Grads, Optimizer
-from halfstep.torch.optim.drivers import GradNorm
 from halfstep.torch.parallel.ranks import agree, in_group, largest, leave_to_us, num_ranks
 from halfstep.torch.run import nonfinite
 from halfstep.torch.run.accumulation import checked_pair, checked_weight, divisor, mean_loss, times, with_last
@@ -94,6 +94,7 @@ def prepare(
     ema: float = 0.0,
     tokens: int = TOKENS,
     memory: str = "fast",
+    graph: bool = False,
 ) -> "Run":
     """Applies a policy to any model and any torch optimizers, in place; `Run.unprepare` undoes it.
 
@@ -106,7 +107,9 @@ def prepare(
     use the same one. `ema` is the decay of an average of the masters, 0 for none. The policy `auto` is measured,
     as for a recipe; `run.choice` has the answer and its reason. `tokens` is the size of a micro-batch, for `auto`
     and for layers that are timed because rules say `measured`. With the memory `lean`, the backward pass computes
-    norms and activation functions again instead of keeping their results, compiled or not.
+    norms and activation functions again instead of keeping their results, compiled or not. `graph` makes
+    each `run.step` one CUDA graph: at small batches the host would be the limit. The bits are the same; what
+    cannot be captured is refused.
     """
     check_settings(clip_norm, seed, ema, tokens)
     given, named = policy_of(optimizer, policy)
@@ -114,23 +117,26 @@ def prepare(
     policy, choice, note = settle(named, lambda: measured_choice(model, tokens), describe(home(device_of(model))))
     optimizers = [] if given is None else check_given(given, model, policy)
     check_fp32([base_precision(policy), *precisions(policy, names_of(model, None)).values()])
+    if graph and given is not None:  # else at the first step
+        check_graph(why_not_with(device_of(model), optimizers))
     for p in model.parameters():
         p.grad = None
     later = given is None and (in_group() or device_of(model).type == "meta")  # to be sharded, or filled, first
     conversion = apply(model, policy, tokens=tokens, split=not later, memory=memory)
     leave_to_us(model, conversion.summed_here())
     options: dict[str, Any] = {"conversion": conversion, "seed": seed, "ema": ema}
-    return Run(model, optimizers, policy, clip_norm, **options, choice=choice, note=note, warns=True)
+    options |= {"choice": choice, "note": note, "warns": True, "graph": graph}
+    return Run(model, optimizers, policy, clip_norm, **options)
 
 
 class Run(RunParts):
     """A model, its optimizers and a policy: everything that a training step needs."""
 
-    def __init__(self, *parts: Any, **options: Any):
+    def __init__(self, *parts: Any, graph: bool = False, **options: Any):
         super().__init__(*parts, **options)
+        self.graph = StepGraph(self, self._plain_step) if graph else None
         self._open = True
         self._holds = ""  # what the model holds for a while, if not its masters as the policy says
-        self._norm = GradNorm()
         self._last: tuple[LossFn, list[Any]] | None = None
         self.forget()
 
@@ -152,6 +158,19 @@ class Run(RunParts):
     def step(self, loss_fn: LossFn, micro_batches: Iterable[Any]) -> StepResult:
         """Makes one update from micro-batches; `loss_fn` returns a mean loss, or (sum of losses, num tokens)."""
         self._check_trains()
+        if self.graph is None:
+            return self._plain_step(loss_fn, micro_batches)
+        batches = list(micro_batches)
+        result, replayed = self.graph.step(loss_fn, batches)
+        if replayed:  # what Python does in a step
+            self.skipped = result.skipped
+            self._last = (loss_fn, batches) if isinstance(self.policy.scale, DynamicScale) else None
+            if self.scale_watch is not None:
+                self.scale_watch.look(result.scale)
+        return result
+
+    def _plain_step(self, loss_fn: LossFn, micro_batches: Iterable[Any]) -> StepResult:
+        """Makes the update by launching all of it, which a CUDA graph captures."""
         self.buffers.remember()
         self.shown.hide()
         # Only a dynamic scale has a floor, at which `check` runs the step again.
@@ -192,6 +211,11 @@ class Run(RunParts):
         divided by the tokens of all micro-batches: gradients are summed, and divided by nothing.
         """
         self._check_trains()
+        if self.graph is not None:
+            raise HalfstepError(
+                "a run with graph=True makes whole steps, and backward() is part of one",
+                hint="run.step(loss_fn, micro_batches), or prepare(..., graph=False)",
+            )
         weight = None if weight is None else checked_weight(weight)
         self.shown.hide()
         scale = self.scale_state.scale
@@ -474,7 +498,7 @@ class Run(RunParts):
         conversion = apply(self.model, policy, tokens=tokens, memory="lean" if lean else "fast")
         leave_to_us(self.model, conversion.summed_here())
         options: dict[str, Any] = {"conversion": conversion, "seed": self._seed, "ema": self._decay}
-        options |= {"choice": choice, "note": note, "warns": self._warns}
+        options |= {"choice": choice, "note": note, "warns": self._warns, "graph": self.graph is not None}
         Run.__init__(self, self.model, self.optimizers, policy, self.clip_norm, **options)
 
     def blame(self, loss_fn: LossFn, micro_batches: Iterable[Any], scale: float | None = None) -> Cause:
@@ -496,6 +520,11 @@ class Run(RunParts):
         a batch again.
         """
         self._check_trains()
+        if self.graph is not None:
+            raise HalfstepError(
+                "a run with graph=True has no monitor: it sends numbers to the host within a step",
+                hint="prepare(..., graph=False)",
+            )
         if self.watching is not None:
             raise HalfstepError("the run has a monitor already", hint="run.watching is it; its stop() ends it")
         self.watching = Monitor(self, every, slice)
@@ -519,7 +548,8 @@ class Run(RunParts):
 
     def summary(self) -> str:
         """Describes what was converted and what was not, with reasons; masters; what each optimizer costs."""
-        return "\n".join(summarize(self))
+        graph = [] if self.graph is None else ["  steps: one CUDA graph each, from the second of a kind on"]
+        return "\n".join([*summarize(self), *graph])
 
     def audit(self, select: Iterable[str] = (), ignore: Iterable[str] = ()) -> list[Finding]:
         """Returns what is wrong with the run's formats, masters and moments, by the rules of `halfstep audit`.

@@ -43,6 +43,7 @@ BACKEND_ROOMS = [
     {"collect"},  # what an audit sees; `audit` itself is a public function of jax and mlx
     {"parallel"},
     {"run"},
+    {"graph"},
     {"state"},
     {"step"},
     {"session"},
@@ -81,6 +82,7 @@ ABSENT_ROOMS = {
     "norms": "torch alone: eager layers of narrow inputs call one kernel; the others fuse or compile",
     "islands": "torch alone: there is a torch.nn whose names people expect",
     "shards": "torch alone: JAX's arrays and MLX's have no class of their own for a part of one",
+    "graph": "torch alone: a step is one program on JAX, and one graph on MLX if it is compiled",
     "planning": "torch alone: its meta device follows a step that no memory holds",
     "export": "torch alone: the libraries that read an export run on it",
     "tuning": "torch alone: `halfstep tune` tries formats module by module, and hardware has them on torch first",

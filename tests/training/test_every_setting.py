@@ -79,6 +79,7 @@ SHOWN = {
     "training.rollback": "training/run/test_response.py::test_a_rollback_leaves_the_run_that_never_saw_the_data",
     "training.deterministic": "training/run/test_response.py::test_a_deterministic_run_switches_torch",
     "training.compile": "torch/test_session.py::test_compile_compiles_the_loss",
+    "training.graph": "torch/test_graph.py::test_the_trainer_makes_its_steps_as_graphs",
     "training.loggers": "training/telemetry/test_loggers.py::test_a_logger_gets_the_numbers_of_the_events",
     "training.measure_ceiling": "training/telemetry/test_ceiling.py::test_a_missing_ceiling_has_a_reason",
     "training.recompute_blocks": "conformance/session/test_settings.py::test_blocks_are_recomputed",

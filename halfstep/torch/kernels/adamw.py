@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from halfstep.torch.kernels import CAPTURED
 from halfstep.torch.kernels.launch import launch
 
 # Numbers that a program updates, and its warps: docs/measurements/race.md has a sweep on an H200.
@@ -64,8 +65,9 @@ class Update:
         addresses = [0 if tensor is None else tensor.data_ptr() for row in self._rows for tensor in row]
         self._table = sent(torch.tensor([*addresses, 0, 0]), self.device)
         self._tensors, self._programs = len(sizes), self._owners.numel()
-        self._grads: list[int] = []  # their addresses
-        self._betas: tuple[float, float] | None = None
+        # What is in the table: the addresses of gradients, and betas; each with the epoch of CUDA graphs.
+        self._grads: tuple[int, list[int]] = (0, [])
+        self._betas: tuple[int, tuple[float, float]] | None = None
 
     def __call__(
         self,
@@ -83,12 +85,15 @@ class Update:
             return
         tensors = self._tensors
         addresses = [grad.data_ptr() for grad in grads]
-        if addresses != self._grads:
+        if self._grads != (CAPTURED.epoch, addresses):
             fill(self._table, GRAD.value * tensors, addresses)
-            self._grads = addresses
-        if betas != self._betas:  # in fp64, as bits: a number that is passed to a kernel becomes fp32
+            self._grads = CAPTURED.epoch, addresses
+        if self._betas != (
+            CAPTURED.epoch,
+            betas,
+        ):  # in fp64, as bits: a number that is passed to a kernel becomes fp32
             fill(self._table, BETAS.value * tensors, struct.unpack("<2q", struct.pack("<2d", *betas)))
-            self._betas = betas
+            self._betas = CAPTURED.epoch, betas
         counted = (self._table, self._paces, self._roots, rate, found_inf, tensors, COUNTED)
         launch(_count, COUNTED, rate, triton.cdiv(tensors, COUNTED), *counted, enable_fp_fusion=False)
         tables = (self._table, self._counts, self._owners, self._chunks, self._paces, self._roots)
@@ -108,13 +113,18 @@ def chunks_of(sizes: Sequence[int], most: int, device: torch.device) -> tuple[Te
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """Returns a tensor on the device, without waiting."""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    given = tensor.pin_memory() if device.type == "cuda" else tensor
+    if CAPTURED.held is not None:
+        CAPTURED.held.append(given)
+    return given.to(device, non_blocking=True)
 
 
 def fill(table: Tensor, start: int, values: Sequence[int]) -> None:
     """Writes numbers to a table on the device, without waiting."""
     given = torch.tensor(values)
     given = given.pin_memory() if table.is_cuda else given
+    if CAPTURED.held is not None:
+        CAPTURED.held.append(given)
     table[start : start + len(values)].copy_(given, non_blocking=True)
 
 

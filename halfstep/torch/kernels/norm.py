@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from halfstep.torch.kernels import CAPTURED
 from halfstep.torch.kernels.adamw import chunks_of, fill, sent
 from halfstep.torch.kernels.launch import launch
 
@@ -24,14 +25,14 @@ class Norm:
         self._owners, self._chunks = chunks_of(sizes, CHUNK, device)
         self._sizes = sent(torch.tensor(sizes), device)
         self._table = torch.zeros(len(sizes), dtype=torch.int64, device=device)
-        self._addresses: list[int] = []
+        self._addresses: tuple[int, list[int]] = (0, [])  # in the table, and the epoch of CUDA graphs then
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         """Returns the norm of all tensors together."""
         addresses = [tensor.data_ptr() for tensor in tensors]
-        if addresses != self._addresses:
+        if self._addresses != (CAPTURED.epoch, addresses):
             fill(self._table, 0, addresses)
-            self._addresses = addresses
+            self._addresses = CAPTURED.epoch, addresses
         programs = self._owners.numel()
         partial = torch.empty(programs, device=self._table.device)
         given = (self._table, self._sizes, self._owners, self._chunks, partial, CHUNK)

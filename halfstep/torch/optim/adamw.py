@@ -77,6 +77,13 @@ class Optimizer(torch.optim.Optimizer):
         self.moments = _by_name(moments, self.names, parse)
         self.given = {p: self.moments[name] for p, name in self.names.items() if name in self.moments}
 
+    # By the id of a group: where a CUDA graph that is being captured reads the rate. None if there is none.
+    rates: dict[int, Tensor] | None = None
+
+    def tables(self) -> list[Any]:
+        """Returns what holds memory that kernels of a step reach by address, besides parameters and state."""
+        return []
+
     @property
     def note(self) -> str:
         """What a summary says of how updates are computed."""
@@ -156,6 +163,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def rate_of(self, group: dict[str, Any]) -> Tensor:
         """Returns the rate of a group on the device: compiled code would recompile for a float that changes."""
+        if self.rates is not None:
+            return self.rates[id(group)]
         device = group["params"][0].device
         if isinstance(self._factor, Tensor) or isinstance(group["lr"], Tensor):
             return torch.as_tensor(self._factor * group["lr"]).to(device).float()
@@ -217,6 +226,10 @@ class AdamW(Optimizer):
             params = [p for p in group["params"] if id(p) in grads]
             if params:
                 self._update(group, self._rows_of(index, params), [grads[id(p)] for p in params], found_inf, scale)
+
+    def tables(self) -> list[Any]:
+        """Returns what holds the tables of addresses."""
+        return [*self.__dict__.get("_rows", {}).values()]
 
     def _rows_of(self, index: int, params: list[Tensor]) -> "_Rows":
         """Returns what a group's step walks through, made once for as long as it stays the same."""

@@ -324,7 +324,7 @@ class GradNorm:
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
-        self._kernel: Any = None
+        self.kernel: Any = None
 
     def __call__(self, grads: list[Tensor]) -> Tensor:
         """Returns the norm of all gradients together, in fp32."""
@@ -334,8 +334,8 @@ class GradNorm:
         if sizes != self._sizes:
             from halfstep.torch.kernels.norm import Norm  # Triton is installed: the gradients are within reach
 
-            self._sizes, self._kernel = sizes, Norm(sizes, grads[0].device)
-        return self._kernel(grads)  # type: ignore[no-any-return]
+            self._sizes, self.kernel = sizes, Norm(sizes, grads[0].device)
+        return self.kernel(grads)  # type: ignore[no-any-return]
 
 
 def is_moment(parameter: Tensor, value: Any) -> bool:

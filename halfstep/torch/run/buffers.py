@@ -52,6 +52,7 @@ class Buffers:
     def __init__(self, contents: Contents):
         self.contents = contents
         self._kept: dict[Place, Kept] = {}
+        self.were_written = False  # by some step
         # The buffers after the last look, and their versions.
         self._settled: tuple[list[Any], list[int]] = ([], [])
         self.remember()
@@ -73,6 +74,7 @@ class Buffers:
         """Restores the buffers if `finite`, a device scalar, is false."""
         if self._nothing_written():
             return
+        self.were_written = True
         written: list[tuple[Place, Tensor, Tensor]] = []
         for place, buffer, uncounted in self._buffers():
             before = self._kept[place][0] if place in self._kept else None

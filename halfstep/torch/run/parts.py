@@ -18,7 +18,7 @@ from halfstep.torch.apply import Applied, split_now
 from halfstep.torch.convert.known_packages import SHARD_ORDER
 from halfstep.torch.dtypes import dtype_of
 from halfstep.torch.optim.adamw import Optimizer
-from halfstep.torch.optim.drivers import Driver, StockDriver, check_optimizers, driver_of, held_by
+from halfstep.torch.optim.drivers import Driver, GradNorm, StockDriver, check_optimizers, driver_of, held_by
 from halfstep.torch.optim.ema import Averages
 from halfstep.torch.optim.masters import Masters
 from halfstep.torch.parallel.ranks import copies, num_ranks, same_as_rank_0, wrappers_of
@@ -73,6 +73,7 @@ class RunParts:
         self.amaxes = None if conversion is None else conversion.amaxes
         self.reached: Reached | None = None  # what `reach` found last
         self.watching: Monitor | None = None
+        self._norm = GradNorm()
         if optimizers:
             self.take(optimizers)
 

@@ -38,7 +38,7 @@ FREE = {"title", "data.source", "artifact.format", "artifact.limit"}  # data may
 FREE |= {f"training.{name}" for name in ("validate_every", "validation_tokens", "save_every", "rollback")}
 FREE |= {f"training.{name}" for name in ("keep_last", "keep_every", "keep_best", "loggers", "measure_ceiling")}
 FREE |= {f"training.{name}" for name in ("compile", "recompute_blocks", "memory")} | {"parallel.shard"}
-FREE |= {"parallel.timeout"}
+FREE |= {"parallel.timeout", "training.graph"}
 FREE |= {f"monitor.{name}" for name in ("on", "every", "sample_every", "slice", "shadow_every")}
 
 CHANGEABLE = {"policy", "schedule", "backend"}

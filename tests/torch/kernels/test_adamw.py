@@ -12,6 +12,7 @@ from halfstep.core.formats import BF16, FP32
 from halfstep.core.roles import Param
 from halfstep.torch import kernels
 from halfstep.torch.cast import carried, join, split
+from halfstep.torch.kernels import CAPTURED
 from halfstep.torch.optim import adamw as optim
 from halfstep.torch.optim.masters import Masters
 from tests.torch.nets import same
@@ -84,6 +85,22 @@ def test_every_bit_is_that_of_the_formula(kernel, held):
         assert (first[i].cpu().numpy() == m).all()
         assert (second[i].cpu().numpy() == v).all()
         assert steps[i] == 5
+
+
+def test_a_table_that_a_cuda_graph_wrote_to_is_sent_again_and_what_a_graph_sends_is_kept(kernel):
+    params, grads = [draw((70,), 0)], [draw((70,), 1)]
+    update = kernel.Update(params, [None], empty([(70,)]), empty([(70,)]), empty([()]))
+    step(update, grads)
+    table = update._table.clone()
+    update._table[kernel.GRAD.value] = 0  # as the replay of a graph would leave the address of another gradient
+    CAPTURED.note_replay()
+    step(update, grads)
+    assert torch.equal(update._table, table)
+    held = []
+    with CAPTURED.capturing(held):
+        step(update, grads)
+    assert [len(sent) for sent in held] == [1, 2]  # the address and both betas, although neither has changed
+    assert CAPTURED.held is None
 
 
 def test_where_gradients_were_not_finite_nothing_moves(kernel):

@@ -36,7 +36,7 @@ def test_it_is_the_norm_of_new_gradients_each_time():
         exact = numbers.double().square().sum().sqrt()
         # Squares and sums of positive terms, each rounded once; half of it remains after the root.
         assert (norm(grads).double() - exact).abs() <= numbers.numel() * 2.0**-24 * exact
-    assert norm._kernel is not None
+    assert norm.kernel is not None
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
@@ -50,4 +50,4 @@ def test_gradients_that_the_kernel_cannot_read_go_to_torch():
     norm = drivers.GradNorm()
     grads = [draw(0)[1].bfloat16(), draw(0)[2].t()]
     assert torch.equal(norm(grads), drivers.norm_of(grads))
-    assert norm._kernel is None
+    assert norm.kernel is None
