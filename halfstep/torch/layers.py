@@ -75,7 +75,7 @@ def casts_of(precision: Precision) -> Casts:
         delayed=precision.delayed,
         wide=casts_of(precision.widened()) if precision.narrow else None,
     )
-    return replace(casts, in_graph=in_graph(casts)) if precision.narrow else casts
+    return replace(casts, in_graph=in_graph(casts), words=str(precision)) if precision.narrow else casts
 
 
 def casts_for(policy: Policy | str) -> Casts:

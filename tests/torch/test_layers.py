@@ -302,3 +302,20 @@ def test_a_matrix_that_is_widened_for_the_tensor_cores_gives_the_same(monkeypatc
     padded = run()
     assert all(map(torch.equal, plain, padded))
     assert padded[2].shape == (13, 8)
+
+
+def test_compiled_code_is_of_the_formats_that_a_layer_has_now():
+    """Also of those that only the backward pass uses: the functions of two narrow formats have the same code."""
+    layer, x = CastedLinear(32, 32, False), torch.randn(32, 32)
+    compiled, found = torch.compile(layer, backend="aot_eager", fullgraph=True), []
+    for grad in ("e5m2", "bf16", "e4m3"):
+        policy = Policy.parse(f"bf16-mixed,emulate=true; **: compute=e4m3,grad={grad}")
+        layer.precision = precisions(policy, ["a"])["a"]
+        grads = []
+        for module in (layer, compiled):
+            layer.weight.grad = None
+            module(x).square().sum().backward()
+            grads.append(layer.weight.grad)
+        assert torch.equal(*grads)
+        found.append(grads[0])
+    assert not torch.equal(found[0], found[1])

@@ -73,13 +73,13 @@ def narrow_linear(
         if not (x.requires_grad or owner.requires_grad):
             probe = probe.detach()  # no backward pass will come through here
     assert casts.in_graph is not None
-    return casts.in_graph(x, values, owner, bias, amaxes, probe, compiling())
+    return casts.in_graph(casts.words, x, values, owner, bias, amaxes, probe, compiling())
 
 
 def in_graph(casts: Casts) -> Callable[..., Tensor]:
     """Returns the three matmuls as one function for dynamo's graph: to interpret it in every layer takes long."""
 
-    def call(*given: Any) -> Tensor:
+    def call(words: str, *given: Any) -> Tensor:
         return _Narrow.apply(*given, casts)  # type: ignore[no-any-return]
 
     return torch.compiler.allow_in_graph(call)

@@ -6,16 +6,16 @@ Each is imported when it is first needed: only torch's builds for NVIDIA GPUs co
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from importlib.util import find_spec
 
 from torch import Tensor
 
+_FOUND = find_spec("triton") is not None  # known before torch.compile reads code that asks
 
-@cache
+
 def has_triton() -> bool:
     """Whether Triton is installed."""
-    return find_spec("triton") is not None
+    return _FOUND
 
 
 def reachable(tensors: Sequence[Tensor]) -> list[bool]:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from halfstep.core.errors import HalfstepError
 from halfstep.torch import linear_cross_entropy, losses
+from halfstep.torch.kernels import has_triton
 from halfstep.torch.losses import Terms
 
 CUDA = torch.cuda.is_available()
@@ -393,3 +394,9 @@ def test_a_monitor_sees_the_gradient_of_logits_that_nobody_sees_and_changes_no_b
     assert found[COUNT] == (expected[COUNT] if chunks == 1 else expected[COUNT] / 2) > 0
     if chunks == 1:  # the first chunk need not hold the largest
         assert abs(found[AMAX] / expected[AMAX] - 1) <= torch.finfo(torch.bfloat16).eps
+
+
+def test_compiled_code_may_ask_for_triton():
+    """On a GPU compiled losses ask; `importlib.util.find_spec` is nothing that torch.compile reads."""
+    compiled = torch.compile(lambda x: x + has_triton(), backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(2)).tolist() == [1.0, 1.0]
