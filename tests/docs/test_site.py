@@ -16,6 +16,7 @@ from tests.docs.test_pages import module_at
 from tests.report.page.chromium import PHONE, PROGRAM, WIDE, Chromium
 
 pytest.importorskip("zensical", reason="the site is built by zensical, of the extra `site`")
+pytestmark = pytest.mark.prove
 ROOT = Path(__file__).parents[2]
 CHECK = module_at(ROOT / "docs" / "check.py")
 

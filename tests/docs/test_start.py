@@ -21,6 +21,7 @@ def test_every_page_has_a_test():
     assert set(DOCS.glob("start/*.md")) == here | {page for page in PAGES if page.parent.name == "start"}
 
 
+@pytest.mark.prove
 def test_the_frameworks_train_under_the_policy_that_the_page_gives_them(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = DOCS / "start" / "frameworks.md"

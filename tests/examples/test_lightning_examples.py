@@ -9,7 +9,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
-DIFFS = dict(re.findall(r"\]\(\.\./examples/(lightning_\w+)\.py\).*?```diff\n(.*?)```", GUIDE, flags=re.S))
+DIFFS = dict(re.findall(r"\[examples/(lightning_\w+)\.py\].*?```diff\n(.*?)```", GUIDE, flags=re.S))
 # The policy rounds activations to 8 and 11 bits, the losses of training differ by about as much.
 BOUNDS = {"32-true": 2**-16, "bf16-mixed": 2**-8, "16-mixed": 2**-11}
 SLOW = [pytest.param(name, marks=pytest.mark.prove) for name in BOUNDS]
@@ -39,7 +39,7 @@ def script(name, *, plain=False, dropout="0.1"):
 @pytest.mark.parametrize("name", ["lightning_trainer", "lightning_fabric"])
 def test_the_guide_counts_the_lines_that_change(name):
     lines = [line for line in DIFFS[name].splitlines() if line.startswith("+")]
-    said = re.search(rf"examples/{name}\.py\).*?\*\*(\d+) lines\*\*", GUIDE, flags=re.S)
+    said = re.search(rf"\[examples/{name}\.py\].*?\*\*(\d+) lines\*\*", GUIDE, flags=re.S)
     assert len(lines) == int(said[1]) == 2
 
 

@@ -158,6 +158,7 @@ def factory():
     return model, AdamW(model.parameters()), lambda x: model(x).square().mean(), batch
 
 
+@pytest.mark.prove
 def test_compiled_gradients_are_those_of_fast_to_the_rounding_of_fp32():
     """The same operations, of which some may be ordered otherwise: at most sixteen roundings of fp32 apart."""
     x = torch.randn(B, T, D, generator=torch.Generator().manual_seed(1))
