@@ -112,7 +112,7 @@ class StepGraph:
         if (places := self._places_now()) != self._places:  # a state was loaded, or the policy changed
             self._captured.clear()
             self._seen.clear()
-            self._places = places
+            self._places, self._graphs = places, None  # torch captures nothing into a pool whose graphs are gone
         if self._graphs is None:
             self._graphs = self._make(run.device)
         if key not in self._captured and not self._is_second(key, loss_fn):

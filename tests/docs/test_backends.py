@@ -1,4 +1,4 @@
-"""The Python of the pages on backends and fp8 runs, on small models of its own names."""
+"""The Python of pages that show parts of a loop runs, on small models of its own names."""
 
 import re
 import sys
@@ -9,9 +9,16 @@ import numpy as np
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
+NUMBERS = {
+    "backends.md": 13, "checkpoints.md": 1, "fp8.md": 1, "many_gpus.md": 1, "mlx.md": 2, "monitor.md": 2,
+    "recipes.md": 1, "saving.md": 3, "shadow.md": 1, "tune.md": 1,
+}  # fmt: skip
+OTHERS = {  # pages that another test runs, or whose Python is out of files that others run
+    "api.md", "examples.md", "export.md", "migration.md", "solve.md",
+}  # fmt: skip
 BLOCKS = [
     (page, place, block)
-    for page in ("backends.md", "fp8.md", "saving.md")
+    for page in NUMBERS
     for place, block in enumerate(re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), flags=re.S))
 ]
 
@@ -23,8 +30,9 @@ def run_block(page, place, **names):
 
 
 def test_every_block_has_a_test():
-    tested = [*(("backends.md", n) for n in range(13)), ("fp8.md", 0), *(("saving.md", n) for n in range(3))]
-    assert [(page, place) for page, place, _ in BLOCKS] == tested
+    with_python = {page.name for page in DOCS.glob("*.md") if "```python" in page.read_text("utf-8")}
+    assert with_python - OTHERS == set(NUMBERS)
+    assert [(page, place) for page, place, _ in BLOCKS] == [(p, n) for p in NUMBERS for n in range(NUMBERS[p])]
 
 
 def test_jax(capsys):
@@ -113,6 +121,7 @@ def test_saving_on_torch(tmp_path, monkeypatch):
     from halfstep.torch import prepare
 
     monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)
     run = prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1), "bf16-mixed,emulate=true")
     losses = []
@@ -158,3 +167,94 @@ def test_saving_on_mlx(tmp_path, monkeypatch):
     assert before.keys() == after.keys()
     assert all(mx.array_equal(before[name], after[name]) for name in before)
     assert run.num_applied == 1
+
+
+def small_torch():
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.down(self.up(x))
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = torch.nn.ModuleList([Block()])
+
+        def forward(self, x):
+            return self.blocks[0](x)
+
+    model, batch = Net(), torch.randn(8, 4)
+    return model, batch, lambda x: model(x).square().mean()
+
+
+def test_instruments_of_torch(capsys):
+    model, batch, loss_fn = small_torch()
+    from halfstep.torch import AdamW
+
+    names = {"model": model, "loss_fn": loss_fn, "batch": batch, "optimizer": AdamW(model.parameters(), lr=1e-3)}
+    ran = run_block("monitor.md", 0, batches=[batch] * 100, **names)
+    assert "blocks.0.up" in capsys.readouterr().out
+    run_block("monitor.md", 1, monitor=ran["monitor"], loss_fn=loss_fn, batch=batch)
+    assert "sqnr" in capsys.readouterr().out
+    model, batch, loss_fn = small_torch()
+    names |= {"model": model, "loss_fn": loss_fn, "optimizer": AdamW(model.parameters(), lr=1e-3)}
+    ran = run_block("shadow.md", 0, **names)
+    assert list(ran["result"].outside) == []
+    late = {"enumerate": lambda batches: enumerate(batches, 849)}
+    run_block("recipes.md", 0, run=ran["run"], loss_fn=loss_fn, batches=[batch] * 2, **late)
+    assert ran["run"].num_applied == 2
+
+
+def test_a_factory_for_the_tuner():
+    torch = pytest.importorskip("torch")
+    import torch.nn.functional as F
+
+    batch = {"x": torch.randn(4, 4), "y": torch.arange(4)}
+    given = {"Net": lambda: torch.nn.Linear(4, 4), "load_batches": lambda: ([batch], [batch])}
+    model, _, loss_fn, batches, _ = run_block("tune.md", 0, torch=torch, F=F, **given)["factory"]()
+    loss_fn(batches[0]).backward()
+    assert model.weight.grad is not None
+
+
+def test_shards_and_their_checkpoint(tmp_path):
+    model, batch, loss_fn = small_torch()
+    from functools import partial
+
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    from halfstep.torch import AdamW, prepare
+    from halfstep.torch.state import Copies, load_state, restored, rows_here, written
+    from halfstep.training.checkpoints.checkpoint import load
+    from halfstep.training.checkpoints.parts import save_part
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        names = {"prepare": prepare, "fully_shard": fully_shard, "AdamW": AdamW, "loss_fn": loss_fn}
+        run = run_block("many_gpus.md", 0, model=model, micro_batches=[batch], **names)["run"]
+        before = {name: weight.clone() for name, weight in run.weights().items()}
+        rank = {"rank": 0, "ranks": 1, "token": "token"}
+        state = {"load": load, "load_state": load_state, "restored": restored, "rows_here": rows_here}
+        state |= {"written": written, "Copies": Copies, "save_part": save_part, "partial": partial}
+        run_block("checkpoints.md", 0, run=run, folder=tmp_path, step=500, **rank, **state)
+        assert all(torch.equal(weight, before[name]) for name, weight in run.weights().items())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_optimizers_and_averages_of_mlx():
+    nn = pytest.importorskip("mlx.nn")
+    import mlx.core as mx
+
+    batch = mx.ones((2, 4))
+    ran = run_block("mlx.md", 0, model=nn.Linear(4, 4))
+    names = {"loss_fn": lambda model, x: (model(x) ** 2).mean(), "micro_batches": [batch]}
+    ran = run_block("mlx.md", 1, run=ran["run"], prepare=ran["prepare"], AdamW=ran["AdamW"], **names)
+    assert set(ran["average"]) == {"weight", "bias"}
+    assert np.isfinite(ran["loss"].item())

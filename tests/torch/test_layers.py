@@ -304,6 +304,7 @@ def test_a_matrix_that_is_widened_for_the_tensor_cores_gives_the_same(monkeypatc
     assert padded[2].shape == (13, 8)
 
 
+@pytest.mark.prove
 def test_compiled_code_is_of_the_formats_that_a_layer_has_now():
     """Also of those that only the backward pass uses: the functions of two narrow formats have the same code."""
     layer, x = CastedLinear(32, 32, False), torch.randn(32, 32)

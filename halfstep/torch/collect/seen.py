@@ -31,7 +31,7 @@ from halfstep.torch.collect.weights import buffers_of, format_name, weights_of
 from halfstep.torch.shards import local
 
 # The collectors of statistics take at most this share of the script's time; the first updates are always seen.
-SHARE, FIRST = 0.2, 2
+SHARE, FIRST = 0.2, 3  # a rule on adapters needs three updates, however long it takes to look at them
 PROBE = 1024  # elements of a gradient that show what happened to it between backward and step
 
 

@@ -15,6 +15,8 @@ from halfstep.jax.functions.interpret import cast_inside
 from halfstep.jax.functions.primitives import EXACT
 from halfstep.jax.functions.recomputed import find_recomputed
 
+pytestmark = pytest.mark.prove  # each compiles several programs
+
 PARAMS = {"w": jnp.eye(64)}
 X = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32) * 3
 TABLE = np.zeros((32, 64), np.float32)  # promotes a stream to fp32 without changing it

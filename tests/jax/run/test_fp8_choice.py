@@ -20,6 +20,8 @@ from halfstep.jax.session import Session
 from halfstep.jax.state import Leaves
 from halfstep.jax.step import Step
 
+pytestmark = pytest.mark.prove  # each compiles several programs
+
 MEASURED = "bf16-mixed,compute=e4m3:measured,grad=e5m2"
 SHAPES = {"up": (16, 64), "down": (64, 16), "again": (16, 64), "head": (16, 16)}  # (in, out), as in torch's test
 BATCH = np.random.default_rng(0).standard_normal((24, 16)).astype(np.float32)
