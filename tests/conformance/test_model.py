@@ -98,6 +98,7 @@ def test_every_parameter_learns_and_no_token_sees_the_future(backend, name):
 POLICIES = ["bf16-mixed", "bf16-mixed,emulate=true", "fp16-mixed", "fp8-mixed,emulate=true"]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("policy", POLICIES[:2])
 def test_in_half_precision_it_is_torchs_emulation(backend, torch_backend, policy):
     assert_emulation(backend, torch_backend, "otherwise", policy)

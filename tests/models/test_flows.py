@@ -118,6 +118,7 @@ def test_attention_may_be_chosen_after_and_a_frozen_bf16_base_says_that_it_is_bf
     assert model.dtype == torch.bfloat16
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("policy", [SPLIT, "bf16-mixed,compute=e4m3:delayed,grad=e5m2:delayed,emulate=true"])
 @pytest.mark.parametrize(
     "name", ["mixtral", "unet", *(pytest.param(n, marks=pytest.mark.prove) for n in ("llama", "t5", "dit"))]

@@ -285,6 +285,7 @@ def test_a_folder_without_permission_is_named(read_only):
         save(read_only, 1, arrays_of(1), META)
 
 
+@pytest.mark.prove
 def test_a_flipped_bit_of_any_byte_of_the_manifest_is_found_or_means_nothing(tmp_path):
     path = save(tmp_path, 3, arrays_of(3), {"policy": "fp32", "rate": 1e-05})
     file = path / "manifest.json"
@@ -304,6 +305,7 @@ def test_a_flipped_bit_of_any_byte_of_the_manifest_is_found_or_means_nothing(tmp
     assert 1 <= harmless <= 2
 
 
+@pytest.mark.prove
 def test_a_flipped_bit_of_any_byte_of_the_state_is_found(tmp_path):
     path = save(tmp_path, 3, arrays_of(3), {})
     file = path / "state.safetensors"

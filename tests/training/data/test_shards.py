@@ -160,6 +160,7 @@ def refused(path, vocabulary=50257):
     return caught.value.message
 
 
+@pytest.mark.prove
 def test_every_truncation_is_found(tmp_path):
     path = write_shard(tmp_path / "a.bin", numbers(1, 20))
     good = path.read_bytes()

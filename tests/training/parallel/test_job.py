@@ -62,6 +62,7 @@ def test_two_ranks_train_as_one_and_a_signal_to_one_stops_both(text, tmp_path):
     assert [digest for *_, digest in resumed] == [own, own]
 
 
+@pytest.mark.prove
 def test_two_ranks_with_shards_train_as_one(text, tmp_path):
     """They stop, resume without shards, and what they leave is read by one process."""
     one, two = tmp_path / "one", tmp_path / "two"
