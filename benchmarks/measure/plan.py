@@ -123,7 +123,8 @@ def row(case: str, policy: str, compiled: bool, plan: Plan, peak: float, seconds
     """Returns what is printed of a case."""
     low, high = plan.seconds
     shown = f"{low * 1e3:.1f} to {high * 1e3:.1f}" if high > 1.01 * low else f"{low * 1e3:.1f}"
-    off = f"{(low + high) / 2 / seconds - 1:+.1%}" if seconds else ""
+    inside = "inside" if low <= seconds <= high else "outside"
+    off = inside if high > 1.01 * low else f"{low / seconds - 1:+.1%}" if seconds else ""
     memory = [f"{plan.peak / 2**20:,.1f}", f"{peak / 2**20:,.1f}", f"{plan.peak / peak - 1:+.1%}"]
     return [case, policy, "compiled" if compiled else "eager", *memory, shown, f"{seconds * 1e3:.1f}", off]
 
@@ -138,7 +139,9 @@ def machine_of(options: argparse.Namespace) -> Any:
         if case != "hugging_face"
     ]
     machines = machines or [measured(load("gpt2"), options.device, timing)]
-    return replace(machines[0], timed=tuple(dict.fromkeys(t for machine in machines for t in machine.timed)))
+    launch = min(m.launch[0] for m in machines), max(m.launch[1] for m in machines)
+    timed = dict.fromkeys(t for machine in machines for t in machine.timed)
+    return replace(machines[0], timed=tuple(timed), launch=launch)
 
 
 def main() -> int:

@@ -40,16 +40,16 @@ class Reached:
 
 @dataclass(frozen=True)
 class Timed:
-    """A kernel that was timed."""
+    """A kernel that was timed, or the host: what it takes for the operations of a pass or of an update."""
 
-    kind: Literal["matmul", "attention", "bytes"]
+    kind: Literal["matmul", "attention", "bytes", "pass", "update"]
     format: str
-    """Of a matmul or attention; of another operation its name and dtypes; empty of a copy."""
+    """Of matmuls and attention; of others, their names and dtypes; empty of a copy. Of the host: compute."""
     shape: tuple[int, ...]
-    """Of a matmul: rows, summed, columns. Of attention: batch, heads, tokens, features."""
+    """Matmul: rows, summed, columns. Attention: batch, heads, tokens, features. Host: how many operations."""
     seconds: float
     work: float
-    """FLOPs, or bytes."""
+    """FLOPs, bytes, or the operations of the host."""
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,9 @@ def measured(config: RunConfig, device: str, timing: Any) -> Machine:
         for policy in _policies(device)
         for item in of_recipe(replace(config, training=training), policy, hardware).work
     ]
-    taken = timing.time_work(work, device)
-    launch = Machine.launch if hardware.kind == "cpu" else (_launch(config, device),) * 2
+    host = [] if hardware.kind == "cpu" else [t for p in _policies(device) for t in _host(config, p, device)]
+    taken = [*timing.time_work(work, device), *host]
+    launch = [t.seconds / t.work for t in host if t.kind == "pass"]
     best: dict[str, float] = {}
     for each in taken:
         if each.kind == "matmul":
@@ -72,30 +73,38 @@ def measured(config: RunConfig, device: str, timing: Any) -> Machine:
         capability=hardware.capability or (),
         architecture=hardware.architecture,
         context=0 if hardware.kind == "cpu" else Machine.context,
-        launch=launch,
+        launch=(min(launch) / 2, max(launch)) if launch else Machine.launch,  # code of others may be simpler
         reached=Reached(matmul=(0.5, 1.0), bandwidth=(0.6, 1.0)),  # of what was reached here
         timed=tuple(Timed(*each) for each in taken),
     )
 
 
-def _launch(config: RunConfig, device: str) -> float:
-    """Returns what the host takes for an operation: steps so small that it is the limit, over what they launch."""
+def _host(config: RunConfig, policy: Policy, device: str) -> list[Timed]:
+    """Times what the host takes for a pass and for an update, in steps so small that it is the limit."""
     from halfstep.torch.dtypes import describe
-    from halfstep.torch.planning.step import of_recipe
+    from halfstep.torch.planning.step import of_recipe, without_measuring
     from halfstep.training.session import open_session
 
+    policy, compute = without_measuring(policy), str(policy.compute.format)
     training = replace(config.training, compile=False, micro_batches=1, batch=1)
     small = replace(config, training=training, model=replace(config.model, context=min(64, config.model.context)))
-    policy = _policies(device)[:2][-1]  # a half, where there is one
-    operations = len(of_recipe(small, policy, describe(device)).work)
+    work = of_recipe(small, policy, describe(device)).work
+    operations = {"update": sum(item.phase == "update" for item in work)}
+    operations["pass"] = len(work) - operations["update"]
     session = open_session(small, policy, device)
-    tokens = np.zeros((1, 1, small.model.context + 1), np.int32)
-    seconds = []
-    for _ in range(STEPS):
-        begun = time.perf_counter()
-        float(session.step(tokens).loss)  # waits for the device
-        seconds.append(time.perf_counter() - begun)
-    return median(seconds[STEPS // 2 :]) / operations
+
+    def seconds(passes: int) -> float:
+        tokens = np.zeros((passes, 1, small.model.context + 1), np.int32)
+        taken = []
+        for _ in range(STEPS):
+            begun = time.perf_counter()
+            float(session.step(tokens).loss)  # waits for the device
+            taken.append(time.perf_counter() - begun)
+        return median(taken[STEPS // 2 :])
+
+    one, three = seconds(1), seconds(3)
+    took = {"pass": (three - one) / 2, "update": one - (three - one) / 2}
+    return [Timed(kind, compute, (operations[kind],), took[kind], operations[kind]) for kind in ("pass", "update")]
 
 
 def _policies(device: str) -> list[Policy]:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
@@ -248,12 +249,15 @@ def _free(tracker: Tracker, key: int) -> None:
 
 def _work(kernels: Kernels, buffer: fx.Node, phase: str) -> Work:
     reads = sum(nbytes_of(node) for node in kernels.sources.get(buffer, kernels.reads[buffer]))
-    function, name = buffer.target, _name(buffer)
-    if is_called(buffer) and getattr(function, "_overloadpacket", None) in flop_registry:
+    function: Any = buffer.args[0] if buffer.target is auto_functionalized_v2 else buffer.target
+    if is_called(buffer) and hasattr(function, "_schema"):
+        name = str(function._schema.name).partition("::")[2]
         args, kwargs = fx.map_arg((buffer.args, buffer.kwargs), lambda n: n.meta["val"])
         values = [n.meta["val"] for n in buffer.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
         out = buffer.meta["val"]
         made = [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, Tensor)]
+        if function is not buffer.target:
+            made = made[: _results_of(buffer)]
         return work_of(function, name, values, made, args, kwargs, out, phase)
     return Work("bytes", "", (), 0, reads + nbytes_of(buffer), phase)
 
@@ -308,11 +312,32 @@ def _is_base(node: fx.Node, user: fx.Node) -> bool:
 
 def _root(node: fx.Node) -> fx.Node:
     while node.op == "call_function":
+        written = _written(node)
+        if written is not None:
+            node = written
+            continue
         of = node.args[0] if node.args else None
         if _name(node) not in _VIEWS and not (node.target is operator.getitem and _name(of) in _VIEWS):  # type: ignore[arg-type]
             break
         node = of  # type: ignore[assignment]
     return node
+
+
+def _written(node: fx.Node) -> fx.Node | None:
+    """Returns what an operation writes to, if the node is that: inductor lets it write in place, with no copy."""
+    if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
+        return None
+    of, place = node.args[0], int(node.args[1])  # type: ignore[arg-type]
+    if of.target is not auto_functionalized_v2 or place < _results_of(of):
+        return None
+    bases: Any = of.kwargs["_all_bases"]
+    return bases[place - _results_of(of)]  # type: ignore[no-any-return]
+
+
+def _results_of(node: fx.Node) -> int:
+    """Returns how many results an operation has that writes in place, before what it wrote to."""
+    operation: Any = node.args[0]
+    return max(1, len(operation._schema.returns))
 
 
 def _users(node: fx.Node) -> list[fx.Node]:

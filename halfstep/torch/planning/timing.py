@@ -19,7 +19,7 @@ from halfstep.torch.planning.tracker import ATTENTION, Like, Work
 COPIED = 2**26  # numbers that are copied to time the memory
 ROUNDS, REPEATS = 5, 5
 TOKENS = 64  # different indexes; no vocabulary is smaller
-INDEXED = ("embedding", "nll_loss")  # operations that take them
+INDEXED = ("embedding", "nll_loss", "cross_entropy")  # operations that take them
 
 
 class Taken(NamedTuple):

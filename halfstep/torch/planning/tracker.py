@@ -199,7 +199,7 @@ def _large(
     function: Any, name: str, tensors: list[Tensor], args: Any, kwargs: Any, nbytes: int, phase: str
 ) -> Work:
     largest = max(tensors, key=Tensor.numel)
-    dtypes = " ".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors))
+    dtypes = " ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
     strided = "" if all(t.is_contiguous() for t in tensors) else " strided"
     looks = pytree.tree_map_only(Tensor, lambda t: Like(tuple(t.shape), t.stride(), t.dtype), (args, kwargs))
     call = Call(function, *looks)

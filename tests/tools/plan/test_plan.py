@@ -77,6 +77,25 @@ def test_timed_shapes_make_a_number_of_a_range():
 
 
 @pytest.mark.prove
+def test_a_host_that_was_timed_is_the_limit_of_small_passes_and_not_of_compiled_ones():
+    """Two passes at 1 s each and an update of 0.1 s."""
+    machine = Machine("M", "nvidia", 10**11, 1e15, Rates(fp32=1e17, bf16=1e17), capability=(9, 0))
+    config = load("tiny", [*SMALL, "training.micro_batches=2"])
+    low, high = plan_recipe(config, BF16, machine, 1, 0.0).seconds
+    assert high == pytest.approx(4 * low)
+    from halfstep.torch.planning.step import of_recipe
+
+    work = of_recipe(config, BF16, machine.hardware).work
+    update = sum(w.phase == "update" for w in work)
+    each = (len(work) - update) // 2
+    timed = (Timed("pass", "bf16", (each,), 1.0, each), Timed("update", "bf16", (update,), 0.1, update))
+    machine = replace(machine, timed=timed)
+    assert plan_recipe(config, BF16, machine, 1, 0.0).seconds == pytest.approx((2.1, 2.1))
+    compiled = load("tiny", [*SMALL, "training.micro_batches=2", "training.compile=true"])
+    assert plan_recipe(compiled, BF16, machine, 1, 0.0).seconds[0] < 1
+
+
+@pytest.mark.prove
 def test_a_machine_file_of_this_machine_reads_back(tmp_path):
     path = tmp_path / "mine.toml"
     machine = save(path, load("tiny", [*SMALL, "training.batch=2"]), "cpu")

@@ -99,6 +99,17 @@ def test_compiled_code_holds_less(policy):
     assert sum(w.flops for w in compiled.work) == sum(w.flops for w in eager.work)
 
 
+@pytest.mark.prove
+def test_compiled_code_writes_the_gradient_of_the_logits_over_them():
+    shape = [*SMALL, "model.vocabulary=4096", "optimizer.name=adamw", "training.compile=true"]
+    traced = of_recipe(load("tiny", shape), Policy.parse("bf16-mixed"), H200)
+    logits = rounded(4 * 64 * 4096 * 2)
+    assert traced.ledger.by_role(traced.role)["logits"] == logits
+    loss = [w for w in traced.work if w.format.startswith("cross_entropy_ ")]
+    assert {(w.shape, w.phase) for w in loss} == {((4 * 64, 4096), "forward")}
+    assert all(logits <= w.nbytes < 1.1 * logits for w in loss)
+
+
 @pytest.mark.parametrize("compiled", ["false", pytest.param("true", marks=pytest.mark.prove)])
 def test_a_loss_in_chunks_does_the_same_work_with_fewer_logits(compiled):
     shape = [*SMALL, "model.vocabulary=4096", "optimizer.name=adamw", f"training.compile={compiled}"]
