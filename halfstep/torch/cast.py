@@ -24,6 +24,8 @@ A power of two, by which `quantize_scaled` scales an operand, changes no mantiss
 
 import math
 from collections.abc import Sequence
+from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +43,7 @@ _MAGNITUDE = 2**31 - 1
 _INF = 0x7F800000
 _NAN = 0x7FC00000
 _TWICE_BIAS = 254 << 23
+AT_ONCE = 2**23  # numbers: a part of a tensor that is cast at once in eager mode
 
 
 def quantize(
@@ -118,22 +121,34 @@ def quantize_scaled(
             )
         amax = amax_of(x, operand)
     scale, inv_scale = _scales(amax, operand.format)
-    scaled = _as_fp32(x, operand.format) * scale
-    return (to_native if native else quantize)(scaled, operand.format, overflow="saturate"), inv_scale
+
+    def cast(x: Tensor, scale: Tensor) -> Tensor:
+        scaled = _as_fp32(x, operand.format) * scale
+        return (to_native if native else quantize)(scaled, operand.format, overflow="saturate")
+
+    if compiling() or x.numel() <= AT_ONCE:
+        return cast(x, scale), inv_scale
+    # In eager mode every step of a cast writes fp32: for logits' gradients, many times their own size.
+    rows = max(1, AT_ONCE // x[0].numel())
+    scales = scale.split(rows) if scale.dim() else repeat(scale)
+    values = x.new_empty(x.shape, dtype=dtype_of(operand.format) if native else torch.float32)
+    for out, part, by in zip(values.split(rows), x.split(rows), scales, strict=False):
+        out.copy_(cast(part, by))
+    return values, inv_scale
 
 
 def amax_of(x: Tensor, operand: Operand) -> Tensor:
     """Returns the largest magnitude of the tensor or of each row, by the operand's granularity, in fp32."""
-    magnitude = x.detach().abs()
-    if compiling():
-        # Fused code takes the maximum before the rounding to bf16. If the maximum were bf16, the code would round
-        # what it stores but not what it continues with: forward and backward would be scaled by two numbers.
-        magnitude = magnitude.float()
-    if operand.granularity == "row":
-        return magnitude.amax(dim=-1, keepdim=True).float()
-    if magnitude.numel() == 0:
+    x, rows = x.detach(), operand.granularity == "row"
+    if x.numel() == 0 and not rows:
         return torch.zeros((), device=x.device)
-    return magnitude.amax().float()
+    if not compiling():  # a tensor of magnitudes would be written, and read again
+        dims: dict[str, Any] = {"dim": -1, "keepdim": True} if rows else {}
+        return torch.linalg.vector_norm(x, math.inf, **dims).float()
+    # Fused code takes the maximum before the rounding to bf16. If the maximum were bf16, the code would round
+    # what it stores but not what it continues with: forward and backward would be scaled by two numbers.
+    magnitude = x.abs().float()
+    return magnitude.amax(dim=-1, keepdim=True) if rows else magnitude.amax()
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:

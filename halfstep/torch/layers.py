@@ -39,7 +39,8 @@ from halfstep.core.refusal import named_format
 from halfstep.torch import losses
 from halfstep.torch.dtypes import FLOATS, dtype_of, format_of
 from halfstep.torch.fp8.delayed import History
-from halfstep.torch.fp8.linear import in_graph, narrow_linear
+from halfstep.torch.fp8.linear import Narrow, in_graph, narrow_linear
+from halfstep.torch.fp8.loss import NarrowLoss, narrow_losses
 from halfstep.torch.lowering import (
     Casts,
     autocast_error,
@@ -75,7 +76,10 @@ def casts_of(precision: Precision) -> Casts:
         delayed=precision.delayed,
         wide=casts_of(precision.widened()) if precision.narrow else None,
     )
-    return replace(casts, in_graph=in_graph(casts), words=str(precision)) if precision.narrow else casts
+    if not precision.narrow:
+        return casts
+    both = in_graph(casts, Narrow), in_graph(casts, NarrowLoss)
+    return replace(casts, in_graph=both[0], loss_in_graph=both[1], words=str(precision))
 
 
 def casts_for(policy: Policy | str) -> Casts:
@@ -304,10 +308,11 @@ def linear_cross_entropy(
     terms: losses.Terms = losses.PLAIN,
     chunks: int = 1,
     size: int = 0,
+    history: History | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the sum of the losses of `linear(x, weight, bias, casts)`, whose logits nobody sees (losses.py).
 
-    For casts that are `direct`, with an fp32 loss. Beside it, `size` elements of the logits' gradient.
+    For casts that are `direct` or narrow, with an fp32 loss. Beside it, `size` elements of the logits' gradient.
     """
     with torch._C.DisableTorchFunction():
         if torch._C._is_any_autocast_enabled():
@@ -317,10 +322,12 @@ def linear_cross_entropy(
             values, owner = operand_of(weight, casts.whole)
             logits = linear_in_steps(x, values, check_transformed(owner, casts), bias, casts)
             return losses.in_torch(logits.flatten(0, -2), targets, terms).sum(), None
-        if torch.compiler.is_compiling() or is_split(weight):
+        if torch.compiler.is_compiling() or is_split(weight) or casts.wide is not None:
             values, owner = operand_of(weight, casts.whole)
         else:
             values, owner = made_cast(weight, casts.compute), weight
+        if casts.wide is not None:
+            return narrow_losses(x, values, owner, bias, targets, casts, history, terms, size)
         return losses.linear_losses(x, values, owner, bias, targets, casts, terms, chunks, size)
 
 

@@ -282,7 +282,7 @@ class Head(Matmul):
         weight = tied if self.weight is None else self.weight
         size = self.halfstep_slice if self.halfstep_observe_loss is not None else 0
         total, sample = layers.linear_cross_entropy(
-            x_BTD, weight, None, targets_BT, self.casts, terms, chunks, size
+            x_BTD, weight, None, targets_BT, self.casts, terms, chunks, size, self.halfstep_history
         )
         if self.halfstep_observe_loss is None or sample is None:
             return total
@@ -291,8 +291,8 @@ class Head(Matmul):
     def why_not_fused(self, x_BTD: Tensor, model: Casts) -> str:
         """Returns why the loss is computed of logits that this layer returns; empty if `loss` computes both."""
         casts = self.casts
-        if not casts.direct or casts.plain:
-            return "lm_head has operands in formats of their own, or emulates"
+        if casts.plain or not (casts.direct or casts.wide is not None):
+            return "lm_head has operands or gradients in 16-bit formats of their own"
         watched = self.halfstep_observe_loss is not None  # by a hook that needs no logits (observe/slots.py)
         if len(self._forward_hooks) > watched or self._forward_pre_hooks:
             return "lm_head has hooks, which see its logits"

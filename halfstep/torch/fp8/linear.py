@@ -25,11 +25,15 @@
    to the largest and keeps some 14 bits; cuBLAS adds such partial sums in fp32, unless fast accumulation is asked
    for (`matmul=fp32:fast`), which only the forward matmul uses. benchmarks/prove/fp8_bits.py holds the bound.
 
-7. A narrow operand that meets a wide one (`compute=e4m3` without `grad`): no hardware multiplies such a pair. Its
+7. A gradient of many numbers, as of a vocabulary's logits, is cast in parts, which share its scale: some tokens at
+   a time for grad_input, some outputs at a time for grad_weight. No sum is taken apart, so no number changes.
+
+8. A narrow operand that meets a wide one (`compute=e4m3` without `grad`): no hardware multiplies such a pair. Its
    numbers are exact in the wide format, which multiplies them; the scale is undone after the sum.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +51,8 @@ from halfstep.torch.matmul import apply_linear, in_compute, matmul, once, refuse
 from halfstep.torch.tracing import compiling, traced
 
 MULTIPLE = 16  # of elements: what the sizes of a native fp8 matmul must be
+CODES = 2**28  # of a gradient, at most so many exist at a time in each layout
+TILE = 128  # rows that a matmul's kernels take at a time, or a divisor of that
 
 
 class Lowered(NamedTuple):
@@ -67,20 +73,23 @@ def narrow_linear(
         added = None if bias is None else bias.detach()
         return apply_linear(x, values, owner, added, bias, casts.wide)
     refuse_transforms(*NARROW_ONCE)
-    amaxes = probe = None
-    if history is not None and casts.delayed:
-        amaxes, probe = history.amaxes, history.probe
-        if not (x.requires_grad or owner.requires_grad):
-            probe = probe.detach()  # no backward pass will come through here
     assert casts.in_graph is not None
-    return casts.in_graph(casts.words, x, values, owner, bias, amaxes, probe, compiling())
+    past = amaxes_of(history, casts, trained=x.requires_grad or owner.requires_grad)
+    return casts.in_graph(casts.words, x, values, owner, bias, *past, compiling())
 
 
-def in_graph(casts: Casts) -> Callable[..., Tensor]:
-    """Returns the three matmuls as one function for dynamo's graph: to interpret it in every layer takes long."""
+def amaxes_of(history: History | None, casts: Casts, *, trained: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the amaxes of earlier updates and the probe, if operands are delayed."""
+    if history is None or not casts.delayed:
+        return None, None
+    return history.amaxes, history.probe if trained else history.probe.detach()  # no backward pass will come
 
-    def call(words: str, *given: Any) -> Tensor:
-        return _Narrow.apply(*given, casts)  # type: ignore[no-any-return]
+
+def in_graph(casts: Casts, function: Any) -> Callable[..., Any]:
+    """Returns an autograd function as one for dynamo's graph: to interpret it in every layer takes long."""
+
+    def call(words: str, *given: Any) -> Any:
+        return function.apply(*given, casts)
 
     return torch.compiler.allow_in_graph(call)
 
@@ -156,7 +165,7 @@ def _scaled_product(
 # --- the three matmuls, forward and backward
 
 
-class _Narrow(torch.autograd.Function):
+class Narrow(torch.autograd.Function):
     """The three matmuls. Where there is a `probe`, its gradient is the amax of each operand (delayed.py)."""
 
     @staticmethod
@@ -171,57 +180,111 @@ class _Narrow(torch.autograd.Function):
         compiled: bool,
         casts: Casts,
     ) -> Tensor:
+        """Returns the result."""
         ctx.casts, ctx.compiled, ctx.delayed = casts, compiled, history is not None
         with traced(compiled):
-            p, tokens = casts.precision, rows_of(x).shape[0]
-            # 1. Operands in compute; tokens padded, since the backward pass sums over them.
-            rows, w = _padded(rows_of(x), casts), in_compute(values, casts)
-            # 2. The amax that scales each, from earlier updates if they are delayed.
-            past = None if history is None else history.amax(dim=1)
-            x_amax, x_now = _amax(rows, p.operand, past, 0)
-            w_amax, w_now = _amax(w, p.operand, past, 1)
-            # 3. The casts, and output = x W^T + b.
-            a, b = lower(rows, p.operand, casts, x_amax), lower(w, p.operand, casts, w_amax)
-            added = None if bias is None else in_compute(bias, casts)
-            y = product(_first(a, tokens), b, p.compute, casts.compute, casts, bias=added, fast=casts.fast)
-            # 4. For the backward pass: x as codes, or as it came if each row has a scale; scales and amaxes.
-            scales = [a.inv_scale, w_amax] if _has_one_scale(p.operand) else []
-            amaxes = [] if past is None else [past, torch.stack([x_now, w_now])]
-            ctx.save_for_backward(rows if _has_row_scales(p.operand) else a.values, values, *scales, *amaxes)
+            rows = rows_of(x)
+            y, kept = output(padded(rows, casts), values, bias, history, casts, rows.shape[0])
+            ctx.save_for_backward(*kept)
         return y.view(*x.shape[:-1], values.shape[0]).detach()  # no view to autograd, as in matmul.py
 
     @staticmethod
     @once(*NARROW_ONCE)
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradient of each input."""
+        casts, needs = ctx.casts, ctx.needs_input_grad
         with traced(ctx.compiled):
-            casts, p = ctx.casts, ctx.casts.precision
-            kept, values, *rest = ctx.saved_tensors
-            x_inv, w_amax = rest[:2] if _has_one_scale(p.operand) else (None, None)
-            past, now = rest[-2:] if ctx.delayed else (None, None)
-            shape, tokens = (*g.shape[:-1], values.shape[1]), rows_of(g).shape[0]
-            g = rows_of(carried(g, p.grad) if casts.emulate else g)
-            grad_input = grad_weight = grad_bias = grad_probe = None
-            # 1. grad_bias, from the gradient before its cast.
-            if ctx.needs_input_grad[3]:
-                wide = g.sum(0, dtype=torch.float32)
-                grad_bias = carried(wide, p.grad_weight) if casts.emulate else wide.to(casts.grad_weight)
-            # 2. The incoming gradient as an operand.
-            g = _padded(g, casts)
-            g_amax, g_now = _amax(g, p.grad_operand, past, 2)
-            a = lower(g, p.grad_operand, casts, g_amax)
-            # 3. grad_input = g W.
-            if ctx.needs_input_grad[0]:
-                b = lower(in_compute(values, casts).t(), p.operand, casts, w_amax)
-                grad_input = product(_first(a, tokens), b, p.grad, casts.grad, casts).view(shape)
-            # 4. grad_weight = g^T x, both transposed.
-            if ctx.needs_input_grad[2]:
-                g_t = _transposed(a, g, p.grad_operand, casts)
-                x_t = _transposed(Lowered(kept, x_inv), kept, p.operand, casts)
-                grad_weight = product(g_t, x_t, p.grad_weight, casts.grad_weight, casts)
-            # 5. The amaxes leave as the gradient of the probe.
-            if now is not None:
-                grad_probe = torch.cat([now, g_now.reshape(1)])
-        return grad_input, None, grad_weight, grad_bias, None, grad_probe, None, None
+            rows = rows_of(carried(g, casts.precision.grad) if casts.emulate else g)
+            given = (padded(rows, casts), rows.shape[0], (needs[0], needs[2], needs[3]))
+            dx, dw, db, amaxes = gradients(ctx.saved_tensors, *given, casts, ctx.delayed)
+        return dx if dx is None else dx.view(*g.shape[:-1], -1), None, dw, db, None, amaxes, None, None
+
+
+def output(
+    rows: Tensor, values: Tensor, bias: Tensor | None, history: Tensor | None, casts: Casts, tokens: int
+) -> tuple[Tensor, list[Tensor]]:
+    """Returns x W^T + b of the first `tokens` of x, whose rows are padded, and what `gradients` needs of it."""
+    p = casts.precision
+    # 1. Operands in compute, and the amax that scales each, from earlier updates if they are delayed.
+    w, past = in_compute(values, casts), None if history is None else history.amax(dim=1)
+    x_amax, x_now = _amax(rows, p.operand, past, 0)
+    w_amax, w_now = _amax(w, p.operand, past, 1)
+    # 2. The casts, and the product.
+    a, b = lower(rows, p.operand, casts, x_amax), lower(w, p.operand, casts, w_amax)
+    added = None if bias is None else in_compute(bias, casts)
+    y = product(_first(a, tokens), b, p.compute, casts.compute, casts, bias=added, fast=casts.fast)
+    # 3. For the backward pass: x as codes, or as it came if each row has a scale; scales and amaxes.
+    scales = [a.inv_scale, w_amax] if _has_one_scale(p.operand) else []
+    amaxes = [] if past is None else [past, torch.stack([x_now, w_now])]
+    kept = [rows if _has_row_scales(p.operand) else a.values, values, *scales, *amaxes]
+    return y, kept  # type: ignore[return-value]
+
+
+def gradients(
+    saved: Sequence[Tensor],
+    g: Tensor,
+    tokens: int,
+    needs: tuple[bool, bool, bool],
+    casts: Casts,
+    delayed: bool,
+    factor: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Returns grad_input, grad_weight and grad_bias, as far as each `needs` to be, and the amaxes of operands.
+
+    The rows of g are padded. What comes in is `factor` times g: each sum is multiplied by it before it is rounded.
+    """
+    p, operand = casts.precision, casts.precision.grad_operand
+    kept, values, *rest = saved
+    x_inv, w_amax = rest[:2] if _has_one_scale(p.operand) else (None, None)
+    past, now = rest[-2:] if delayed else (None, None)
+    grad_input = grad_weight = grad_bias = amaxes = None
+    # 1. grad_bias, from the gradient before its cast.
+    if needs[2]:
+        wide = _times(g.sum(0, dtype=torch.float32), factor)
+        grad_bias = carried(wide, p.grad_weight) if casts.emulate else wide.to(casts.grad_weight)
+    # 2. The scale of the gradient as an operand; the history is of what came in, with its factor.
+    if past is not None and factor is not None:
+        past = torch.nan_to_num(past / factor.abs())  # of no gradient, a factor of 0, too
+    g_amax, g_now = _amax(g, operand, past, 2)
+    if now is not None:
+        amaxes = torch.cat([now, _times(g_now, None if factor is None else factor.abs()).reshape(1)])
+
+    def cast(part: Tensor) -> Lowered:
+        a = lower(part, operand, casts, g_amax)
+        return a if a.inv_scale is None else a._replace(inv_scale=_times(a.inv_scale, factor))
+
+    # 3. Its codes: of all of it, or of a part at a time if they are many. A factor is undone with a scale.
+    narrow = is_narrow(operand.format)
+    parts, others = (-(-g.numel() // CODES), None) if narrow else (1, factor)
+    whole = cast(g) if parts == 1 else None
+    # 4. grad_input = g W, some tokens at a time.
+    if needs[0]:
+        b = lower(in_compute(values, casts).t(), p.operand, casts, w_amax)
+        b = b._replace(inv_scale=_times(b.inv_scale, others))
+        multiply = partial(product, b=b, out=p.grad, dtype=casts.grad, casts=casts)
+        if whole is not None:
+            grad_input = multiply(_first(whole, tokens))
+        else:
+            grad_input = torch.cat([multiply(cast(part)) for part in _split(g[:tokens], parts)])
+    # 5. grad_weight = g^T x, both transposed, some outputs at a time.
+    if needs[1]:
+        x_t = _transposed(Lowered(kept, x_inv), kept, p.operand, casts)
+        x_t = x_t._replace(inv_scale=_times(x_t.inv_scale, others))
+        multiply = partial(product, b=x_t, out=p.grad_weight, dtype=casts.grad_weight, casts=casts)
+        if whole is not None:
+            grad_weight = multiply(_transposed(whole, g, operand, casts, factor))
+        else:
+            grad_weight = torch.cat([multiply(cast(part)) for part in _split(g.t(), parts)])
+    return grad_input, grad_weight, grad_bias, amaxes
+
+
+def _times(x: Any, factor: Tensor | None) -> Any:
+    return x if x is None or factor is None else x * factor
+
+
+def _split(rows: Tensor, parts: int) -> Sequence[Tensor]:
+    """Returns about so many parts, each of as many rows as tiles of a matmul have, or several times that."""
+    return rows.split(-(-rows.shape[0] // (parts * TILE)) * TILE)
 
 
 def _amax(x: Tensor, operand: Operand, past: Tensor | None, index: int) -> tuple[Tensor | None, Tensor]:
@@ -234,10 +297,11 @@ def _amax(x: Tensor, operand: Operand, past: Tensor | None, index: int) -> tuple
     return torch.where(past[index] > 0, past[index], now), now
 
 
-def _transposed(a: Lowered, wide: Tensor, operand: Operand, casts: Casts) -> Lowered:
-    """Transposes an operand: the same numbers, or a new cast if each row has a scale."""
+def _transposed(a: Lowered, wide: Tensor, operand: Operand, casts: Casts, factor: Tensor | None = None) -> Lowered:
+    """Transposes an operand: the same numbers, or a new cast if each row has a scale, times the same factor."""
     if _has_row_scales(operand):
-        return lower(wide.t(), operand, casts)
+        again = lower(wide.t(), operand, casts)
+        return again._replace(inv_scale=_times(again.inv_scale, factor))
     values = a.values.t()
     return Lowered(values if casts.emulate or a.inv_scale is None else values.contiguous(), a.inv_scale)
 
@@ -249,7 +313,7 @@ def _first(a: Lowered, rows: int) -> Lowered:
     return Lowered(a.values[:rows], inv_scale)
 
 
-def _padded(rows: Tensor, casts: Casts) -> Tensor:
+def padded(rows: Tensor, casts: Casts) -> Tensor:
     """Adds rows of zeros up to the multiple that a native matmul needs to sum over them."""
     missing = -rows.shape[0] % MULTIPLE
     return rows if casts.emulate or not missing else F.pad(rows, (0, 0, 0, missing))

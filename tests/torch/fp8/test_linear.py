@@ -14,6 +14,7 @@ from halfstep.core.formats import BF16, E4M3, E5M2
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, precisions
 from halfstep.core.roles import Accumulator, Operand
+from halfstep.torch import cast
 from halfstep.torch.cast import amax_of
 from halfstep.torch.dtypes import DTYPES, ROWS_INTO_FP32, product_failure, supported
 from halfstep.torch.fp8 import linear as fp8
@@ -67,7 +68,9 @@ def hostile():
 @pytest.mark.parametrize("granularity", ["tensor", "row"])
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize(("name", "x"), list(hostile()), ids=[name for name, _ in hostile()])
-def test_operands_and_scales_are_those_of_the_reference_natively_and_emulated(name, x, fmt, granularity):
+def test_operands_and_scales_are_those_of_the_reference_natively_and_emulated(
+    name, x, fmt, granularity, monkeypatch
+):
     operand = Operand(fmt, granularity=granularity)
     x = x.bfloat16()
     wide = x.float().numpy()
@@ -76,7 +79,8 @@ def test_operands_and_scales_are_those_of_the_reference_natively_and_emulated(na
         power = np.clip(np.floor(np.log2(np.float64(fmt.max) / np.where(amax == 0, fmt.max, amax))), -126, 126)
     scale = np.where(np.isfinite(amax), 2.0 ** np.nan_to_num(power), np.nan).astype(np.float32)
     expected = rounding.cast(wide * scale, fmt, overflow="saturate")
-    for emulate in (False, True):
+    for emulate, at_once in ((False, x.numel()), (True, x.numel()), (False, 100), (True, 100)):
+        monkeypatch.setattr(cast, "AT_ONCE", at_once)
         values, inv_scale = lower(x.float() if emulate else x, operand, casts(FP8, emulate))
         assert values.dtype == (torch.float32 if emulate else DTYPES[fmt])
         assert np.array_equal(inv_scale.reshape(scale.shape).numpy(), 1 / scale, equal_nan=True), name
@@ -98,12 +102,12 @@ def test_compiled_casts_make_the_same_codes_and_a_scale_that_its_inverse_undoes(
     operands = [Operand(E4M3), Operand(E5M2, granularity="row")]
     fused_with = [Operand(E4M3), Operand(E4M3, granularity="row")]
 
-    def cast(x, wide):
+    def lowered(x, wide):
         made = [t for operand in operands for t in lower(x, operand, CASTS)]
         return made, [lower((wide * 448.9).bfloat16(), operand, CASTS) for operand in fused_with]
 
-    made, fused = torch.compile(cast, fullgraph=True)(x, wide)
-    for eager, compiled in zip(cast(x, wide)[0], made, strict=True):
+    made, fused = torch.compile(lowered, fullgraph=True)(x, wide)
+    for eager, compiled in zip(lowered(x, wide)[0], made, strict=True):
         assert eager.dtype == compiled.dtype
         assert torch.equal(eager.reshape(-1).view(torch.uint8), compiled.reshape(-1).view(torch.uint8))
     wide = wide * 448.9

@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from halfstep.core.errors import HalfstepError
+from halfstep.core.formats import E4M3
 from halfstep.torch import linear_cross_entropy, losses
+from halfstep.torch.dtypes import supported
 from halfstep.torch.kernels import has_triton
 from halfstep.torch.losses import Terms
 
@@ -321,6 +323,25 @@ def test_the_decoder_fuses_its_head_with_its_loss(policy, tied, chunks, monkeypa
     for name, grad in grads.items():
         # A few roundings of activations' gradients on the way, each of which tips either way.
         assert (fused_grads[name] - grad).norm() <= 4 * eps * grad.norm() + eps * 2.0**-24, name
+
+
+@pytest.mark.skipif(find_spec("triton") is None or not supported(E4M3, DEVICE), reason="needs Triton and fp8")
+@pytest.mark.parametrize("scales", ["", ":delayed"])
+def test_the_decoder_fuses_a_narrow_head_with_its_loss_bit_for_bit(scales, monkeypatch):
+    monkeypatch.setattr(losses, "has_kernel", lambda _: True)
+    tokens, seen = torch.arange(10, device=DEVICE).view(2, 5) * 3, calls(monkeypatch)
+
+    def passes(hooked):
+        model = decoder(f"bf16-mixed; lm_head: compute=e4m3{scales},grad=e5m2{scales}", vocabulary=48)
+        if hooked:
+            model.lm_head.register_forward_hook(lambda *_: None)
+        loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+        (loss * 0.25).backward()
+        return [loss.detach(), *(p.grad for p in model.parameters())]
+
+    for one, other in zip(passes(True), passes(False), strict=True):
+        assert torch.equal(one, other)
+    assert seen == ["row_cross_entropy"]  # of the head with a hook
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")

@@ -12,7 +12,8 @@ from halfstep.core.devices import Device
 from halfstep.core.errors import ConfigError
 from halfstep.core.host import describe_cpu
 from halfstep.core.policy import Policy
-from halfstep.torch import AdamW, prepare
+from halfstep.torch import AdamW, cast, prepare
+from halfstep.torch.fp8 import linear as fp8
 from halfstep.torch.planning.compiled import backend
 from halfstep.torch.planning.ledger import ROUND, rounded
 from halfstep.torch.planning.step import of_factory, of_recipe
@@ -121,6 +122,19 @@ def test_a_loss_in_chunks_does_the_same_work_with_fewer_logits(compiled):
     logits, chunk = 4 * 64 * 4096 * 2, 64 * 4096 * 2
     assert peak(fast) - peak(lean) >= logits - chunk - 4 * 4096 * 32 * 2  # its fp32 gradient is held meanwhile
     assert any(a.nbytes == chunk for a in lean.ledger.allocations.values())
+
+
+def test_a_narrow_head_holds_no_more_than_one_in_bf16(monkeypatch):
+    """Codes in both layouts of the logits' gradient, or fp32 copies of it, would be more than the layers save."""
+    monkeypatch.setattr(fp8, "CODES", 4 * 64 * 4096 // 8)
+    monkeypatch.setattr(cast, "AT_ONCE", 2**14)
+    config = load("tiny", [*SMALL, "model.vocabulary=4096", "optimizer.name=adamw", "training.compile=false"])
+    wide, narrow = (
+        of_recipe(config, Policy.parse(text), H200) for text in ("bf16-mixed", "fp8-mixed,compute=e4m3")
+    )
+    logits = [traced.ledger.by_role(traced.role)["logits"] for traced in (wide, narrow)]
+    assert logits[1] <= logits[0] + fp8.CODES
+    assert peak(narrow) <= peak(wide)
 
 
 def test_a_factory_that_names_a_device_is_refused():
