@@ -1,0 +1,402 @@
+"""Times the first half of an MLP with its activation function, forward and backward, by all that could fuse it.
+
+    python benchmarks/measure/epilogue.py [--seconds 60] [--rounds 8]
+
+Forward: h = x W1^T (+ bias) and act(h), both written. Backward: dh = (dy W2) act'(h).
+
+    matmul alone            cuBLAS, without the activation function: what a perfect epilogue would cost
+    cuBLAS, pointwise       what runs today: torch.compile of the plain function
+    _addmm_activation       the one epilogue that torch offers; it does not keep h, which the backward pass needs
+    cuBLASLt GELU           its GELU_AUX and DGELU epilogues, which torch does not offer, called here by ctypes
+    inductor ...            max_autotune_gemm with Triton's templates, which may take the epilogue
+    kernel ...              ours (halfstep/torch/kernels/activated.py); after 124M, its two best forms
+
+Arms of one shape take turns, in reverse order every other time, as CUDA graphs; printed are the median, and the
+time of what runs today relative to it. `off` is how far the results are from those of today, relative to their
+norm: rounding is about 0.003. What fails is reported and left out. Inductor compiles for long: an arm of it that
+would not begin within `--seconds` is left out. Needs an NVIDIA GPU; `--tiny` runs small shapes of some arms on the
+CPU, only to show that it runs.
+"""
+
+import argparse
+import ctypes
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Work = Callable[[], tuple[Tensor, ...]]
+Forms = list[tuple[Any, ...]]
+
+
+class Shape(NamedTuple):
+    """Rows, width, hidden width, and what follows the matmul."""
+
+    name: str
+    rows: int
+    width: int
+    hidden: int
+    kind: str
+    bias: bool
+
+
+SHAPES = [
+    Shape("124M", 32768, 768, 3072, "gelu", True),
+    Shape("1.3B", 16384, 2048, 8192, "gelu", True),
+    Shape("speedrun", 65536, 768, 3072, "relu2", False),
+    Shape("golf", 65536, 512, 1024, "relu2", False),
+]
+TINY = [Shape("tiny", 64, 16, 32, "gelu", True), Shape("tiny", 64, 16, 32, "relu2", False)]
+# Rows, columns and depth of a block, warps, stages, parts, programs per multiprocessor, flattened loops.
+FORMS: Forms = [
+    (128, 256, 64, 8, 3, 2, 1, True),
+    (128, 256, 64, 8, 4, 2, 1, False),
+    (128, 128, 64, 8, 4, 2, 1, True),
+    (128, 128, 64, 4, 3, 2, 2, False),
+]
+INDUCTOR = {"inductor TRITON": "TRITON", "inductor ATEN,TRITON": "ATEN,TRITON"}
+
+
+class Inputs:
+    """What one shape is given, and the plain functions of it."""
+
+    def __init__(self, shape: Shape, device: str):
+        torch.manual_seed(0)
+
+        def draw(*size: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(size, device=device) * scale).bfloat16()
+
+        self.kind = shape.kind
+        self.x, self.grad = draw(shape.rows, shape.width), draw(shape.rows, shape.width)
+        self.up = draw(shape.hidden, shape.width, scale=shape.width**-0.5)
+        self.down = draw(shape.width, shape.hidden, scale=shape.hidden**-0.5)
+        self.bias = draw(shape.hidden) if shape.bias else None
+        self.hidden = F.linear(self.x, self.up, self.bias)
+
+    def forward(self, x: Tensor, up: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+        """Returns h and act(h)."""
+        hidden = F.linear(x, up, bias)
+        out = F.relu(hidden).square() if self.kind == "relu2" else F.gelu(hidden, approximate="tanh")
+        return hidden, out
+
+    def backward(self, grad: Tensor, down: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Returns the gradient of h."""
+        product = grad @ down
+        if self.kind == "relu2":
+            return (product * 2 * F.relu(hidden),)
+        return (torch.ops.aten.gelu_backward(product, hidden, approximate="tanh"),)
+
+    def given(self, side: str) -> tuple[Any, ...]:
+        """Returns what one of the two is called with."""
+        return (self.x, self.up, self.bias) if side == "forward" else (self.grad, self.down, self.hidden)
+
+
+# ---- cuBLASLt, by its C interface
+
+BF16, FP32, COMPUTE_32F = 14, 0, 68  # cudaDataType_t and cublasComputeType_t
+TRANSA, EPILOGUE, BIAS, AUX, AUX_LD = 3, 7, 8, 11, 12  # cublasLtMatmulDescAttributes_t
+GELU_AUX, GELU_AUX_BIAS, DGELU = 160, 164, 192  # cublasLtEpilogue_t
+ALGORITHMS, WORKSPACE = 8, 32 << 20
+
+
+class Heuristic(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = (
+        ("algorithm", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+def cublaslt() -> ctypes.CDLL:
+    """Returns the library that torch has loaded."""
+    with open("/proc/self/maps") as maps:
+        paths = {line.split()[-1] for line in maps if "libcublasLt.so" in line}
+    return ctypes.CDLL(sorted(paths)[0])
+
+
+class LtMatmul:
+    """A matmul of row-major matrices whose results go through an epilogue, by one of cuBLASLt's algorithms.
+
+    cuBLASLt's matrices are column-major: row-major ones are their transposes, so left and right change places.
+    """
+
+    def __init__(
+        self, left: Tensor, right: Tensor, out: Tensor, aux: Tensor, epilogue: int, bias: Tensor | None, *,
+        turned: bool,
+    ):  # fmt: skip
+        self.library, self.handle, self.kept = cublaslt(), ctypes.c_void_p(), (left, right, out, aux, bias)
+        self._call("cublasLtCreate", ctypes.byref(self.handle))
+        self.description = ctypes.c_void_p()
+        self._call("cublasLtMatmulDescCreate", ctypes.byref(self.description), COMPUTE_32F, FP32)
+        self._set(TRANSA, ctypes.c_int32(int(turned)))
+        self._set(EPILOGUE, ctypes.c_uint32(epilogue))
+        self._set(AUX, ctypes.c_void_p(aux.data_ptr()))
+        self._set(AUX_LD, ctypes.c_int64(aux.stride(0)))
+        if bias is not None:
+            self._set(BIAS, ctypes.c_void_p(bias.data_ptr()))
+        self.layouts = [self._layout(matrix) for matrix in (right, left, out)]
+        self.workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=out.device)
+        self.found = self._algorithms()
+        self.algorithm = self.found[0]
+
+    def _call(self, name: str, *args: Any) -> None:
+        status = getattr(self.library, name)(*args)
+        if status:
+            raise RuntimeError(f"{name} returned {status}")
+
+    def _set(self, attribute: int, value: Any) -> None:
+        size = ctypes.c_size_t(ctypes.sizeof(value))
+        self._call("cublasLtMatmulDescSetAttribute", self.description, attribute, ctypes.byref(value), size)
+
+    def _layout(self, matrix: Tensor) -> ctypes.c_void_p:
+        made, (rows, columns) = ctypes.c_void_p(), matrix.shape
+        sizes = (ctypes.c_uint64(columns), ctypes.c_uint64(rows), ctypes.c_int64(matrix.stride(0)))
+        self._call("cublasLtMatrixLayoutCreate", ctypes.byref(made), BF16, *sizes)
+        return made
+
+    def _algorithms(self) -> list[Any]:
+        preference, count = ctypes.c_void_p(), ctypes.c_int()
+        size = ctypes.c_uint64(WORKSPACE)
+        self._call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
+        self._call("cublasLtMatmulPreferenceSetAttribute", preference, 1, ctypes.byref(size), ctypes.c_size_t(8))
+        results = (Heuristic * ALGORITHMS)()
+        right, left, out = self.layouts
+        given = (self.handle, self.description, right, left, out, out, preference, ALGORITHMS)
+        self._call("cublasLtMatmulAlgoGetHeuristic", *given, results, ctypes.byref(count))
+        if not count.value:
+            raise RuntimeError("cuBLASLt has no algorithm for it")
+        return [result.algorithm for result in results[: count.value]]
+
+    def __call__(self) -> None:
+        """Multiplies."""
+        left, right, out, _, _ = self.kept
+        one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+        address = [ctypes.c_void_p(matrix.data_ptr()) for matrix in (right, left, out)]
+        layout = self.layouts
+        self._call(
+            "cublasLtMatmul", self.handle, self.description, ctypes.byref(one), address[0], layout[0], address[1],
+            layout[1], ctypes.byref(zero), address[2], layout[2], address[2], layout[2],
+            ctypes.byref(self.algorithm), ctypes.c_void_p(self.workspace.data_ptr()), ctypes.c_size_t(WORKSPACE),
+            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+        )  # fmt: skip
+
+    def settle(self) -> str:
+        """Takes the fastest of the algorithms that cuBLASLt proposes; returns which."""
+        times = []
+        for self.algorithm in self.found:  # noqa: B020
+            try:
+                milliseconds(self, 2)
+                times.append(milliseconds(self, 5))
+            except RuntimeError:
+                times.append(float("inf"))
+        best = times.index(min(times))
+        self.algorithm = self.found[best]
+        return f"algorithm {best} of {len(self.found)}"
+
+
+# ---- arms
+
+
+def plain_arms(inputs: Inputs, side: str, device: str) -> dict[str, Callable[[], Work]]:
+    """Returns how each arm of torch is made."""
+    given, function = inputs.given(side), getattr(inputs, side)
+
+    def alone() -> Work:
+        if side == "forward":
+            return lambda: (F.linear(inputs.x, inputs.up, inputs.bias),)
+        return lambda: (inputs.grad @ inputs.down,)
+
+    def today() -> Work:
+        return partial(
+            torch.compile(function, fullgraph=True, dynamic=False) if device == "cuda" else function, *given
+        )
+
+    def offered() -> Work:
+        return lambda: (torch._addmm_activation(inputs.bias, inputs.x, inputs.up.T, use_gelu=True),)
+
+    arms = {"matmul alone": alone, "cuBLAS, pointwise": today}
+    if side == "forward" and inputs.kind == "gelu":
+        arms["_addmm_activation, no h"] = offered
+    return arms
+
+
+def inductor_arm(inputs: Inputs, side: str, backends: str) -> Work:
+    """Returns the plain function by Triton's templates, all that inductor knows for this GPU."""
+    options = {
+        "max_autotune_gemm": True,
+        "max_autotune_gemm_backends": backends,
+        "epilogue_fusion": True,
+        "triton.enable_persistent_tma_matmul": True,
+    }
+    compiled = torch.compile(getattr(inputs, side), fullgraph=True, dynamic=False, options=options)
+    return partial(compiled, *inputs.given(side))
+
+
+def lt_arm(inputs: Inputs, side: str) -> Work:
+    """Returns cuBLASLt's own fusion."""
+    hidden, out = torch.empty_like(inputs.hidden), torch.empty_like(inputs.hidden)
+    if side == "forward":
+        epilogue = GELU_AUX if inputs.bias is None else GELU_AUX_BIAS
+        matmul = LtMatmul(inputs.x, inputs.up, out, hidden, epilogue, inputs.bias, turned=True)
+    else:
+        matmul = LtMatmul(inputs.grad, inputs.down, out, inputs.hidden, DGELU, None, turned=False)
+    print(f"    cuBLASLt GELU: {matmul.settle()}", flush=True)
+
+    def work() -> tuple[Tensor, ...]:
+        matmul()
+        return (hidden, out) if side == "forward" else (out,)
+
+    return work
+
+
+def kernel_arm(inputs: Inputs, side: str, form: tuple[Any, ...]) -> Work:
+    """Returns our kernel in one form."""
+    from halfstep.torch.kernels import activated
+
+    def work() -> tuple[Tensor, ...]:
+        found = getattr(activated, side)(*inputs.given(side), inputs.kind, activated.Form(*form))
+        return found if side == "forward" else (found,)
+
+    return work
+
+
+def makers_of(inputs: Inputs, side: str, device: str, forms: Forms, tuned: bool) -> dict[str, Callable[[], Work]]:
+    """Returns how each arm is made."""
+    makers = plain_arms(inputs, side, device)
+    if device == "cpu":
+        return makers
+    if inputs.kind == "gelu":
+        makers["cuBLASLt GELU"] = partial(lt_arm, inputs, side)
+    for form in forms:
+        makers[f"kernel {form}"] = partial(kernel_arm, inputs, side, form)
+    for name, backends in INDUCTOR.items() if tuned else ():
+        makers[name] = partial(inductor_arm, inputs, side, backends)
+    return makers
+
+
+def ready_arms(makers: dict[str, Callable[[], Work]], device: str, deadline: float) -> dict[str, Work]:
+    """Returns every arm that works."""
+    arms = {}
+    for name, make in makers.items():
+        begun = time.perf_counter()
+        if name.startswith("inductor") and begun > deadline:
+            print(f"    {name}: left out, no time is left")
+            continue
+        try:
+            work = make()
+            work()
+            arms[name] = captured(work, device)
+        except Exception as error:  # whatever a compiler says: the other arms still count
+            print(f"    {name}: failed: {type(error).__name__}: {str(error)[:150]}", flush=True)
+            continue
+        print(f"    {name}: ready after {time.perf_counter() - begun:.1f} s", flush=True)
+    return arms
+
+
+def captured(work: Work, device: str) -> Work:
+    """Returns the same as a CUDA graph: what the host does for a launch does not count."""
+    if device == "cpu":
+        return work
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        results = work()
+
+    def replay() -> tuple[Tensor, ...]:
+        graph.replay()
+        return results
+
+    return replay
+
+
+# ---- measuring
+
+
+def milliseconds(work: Callable[[], Any], repeats: int, device: str = "cuda") -> float:
+    """Returns ms per call, by the device's own clock if it has one."""
+    if device == "cpu":
+        begun = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        return 1000 * (time.perf_counter() - begun) / repeats
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        work()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / repeats
+
+
+def off(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    """Returns the largest relative distance of what an arm returns; if it returns less, of the last of it."""
+    pairs = zip(reversed(found), reversed(expected), strict=False)
+    return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
+
+
+def kernels_of(work: Work) -> list[str]:
+    """Returns the kernels that a call runs: whether something was fused."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        work()
+        torch.cuda.synchronize()
+    return [event.key[:60] for event in profiler.key_averages() if event.self_device_time_total > 0]
+
+
+def measure(
+    shape: Shape, side: str, device: str, rounds: int, deadline: float, forms: Forms
+) -> dict[str, tuple[float, float]]:
+    """Returns ms of each arm, and its distance from what runs today."""
+    torch.compiler.reset()
+    inputs = Inputs(shape, device)
+    makers = makers_of(inputs, side, device, forms, tuned=shape.name == "124M")
+    arms = ready_arms(makers, device, deadline)
+    expected = getattr(inputs, side)(*inputs.given(side))
+    distances = {name: off(work(), expected) for name, work in arms.items() if name != "matmul alone"}
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for each in range(rounds + 1):
+        for name in [*arms][:: 1 if each % 2 else -1]:
+            taken = milliseconds(arms[name], 10 if device == "cuda" else 1, device)
+            if each:  # the first round warms up
+                times[name].append(taken)
+    for name in arms:
+        if name.startswith("inductor"):
+            print(f"    {name} runs {', '.join(kernels_of(arms[name]))}", flush=True)
+    return {name: (statistics.median(times[name]), distances.get(name, 0.0)) for name in arms}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0, help="after which inductor compiles nothing more")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--tiny", action="store_true", help="use small shapes on the CPU")
+    options = parser.parse_args()
+    device, begun, lines = "cpu" if options.tiny else "cuda", time.perf_counter(), []
+    offered = [name for name in torch._C._dispatch_get_all_op_names() if "addmm_activation" in name]
+    print(f"torch {torch.__version__} offers these epilogues of cuBLASLt: {', '.join(offered)}")
+    forms = {"backward": FORMS, "forward": FORMS}
+    for shape in TINY if options.tiny else SHAPES:
+        for side in forms:
+            print(f"{shape.name}, {side}, after {time.perf_counter() - begun:.0f} s", flush=True)
+            rows = measure(shape, side, device, options.rounds, begun + options.seconds, forms[side])
+            timed = [form for form in forms[side] if f"kernel {form}" in rows]
+            forms[side] = sorted(timed, key=lambda form: rows[f"kernel {form}"][0])[:2]
+            today = rows["cuBLAS, pointwise"][0]
+            for name, (ms, distance) in rows.items():
+                work = f"{shape.name} {shape.kind} {side}"
+                lines.append(f"| {work} | {name} | {ms:.3f} | {today / ms:.2f} | {distance:.4f} |")
+    print("| work | arm | ms | speed | off |\n|---|---|---|---|---|")
+    print(*lines, sep="\n")
+    print(f"{time.perf_counter() - begun:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()
