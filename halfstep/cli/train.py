@@ -251,6 +251,7 @@ def _prepare(
 ) -> "Loop":
     """Reads the data, chooses the precision and builds the loop; says what it is doing before it takes seconds."""
     from halfstep.config.policy_schedule import PolicySchedule
+    from halfstep.core.choice.layers import BUDGET
     from halfstep.core.policy import read_as
     from halfstep.tools import probe
     from halfstep.training import paths
@@ -285,6 +286,8 @@ def _prepare(
     slow = probe.slow_formats(config, policy, device, say=say) if named and job.owner else []
     known = None if opened is None else where / paths.EVENTS
     ceiling = probe.measure_ceiling(config, running, device, known, say=say) if job.owner else UNMEASURED
+    if running.is_measured and not running.emulate:
+        say(f"timing the matmuls that rules call `measured`: at most {BUDGET:g} s")
     return Loop(
         config,
         policy,

@@ -19,7 +19,6 @@ from halfstep.core.errors import PolicyError
 from halfstep.core.ladder import Clock
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision
-from halfstep.core.roles import Operand
 from halfstep.jax.apply import Applied, Leaves
 from halfstep.jax.functions.interpret import Interpreter, cast_inside
 from halfstep.jax.functions.lazy import Owner
@@ -33,8 +32,7 @@ Products = dict[str, list[tuple[Product, Precision]]]
 
 def first_choice(policy: Policy) -> Measured | None:
     """Returns the measured layers of a new state: none, or if emulated all narrow; None if they must be timed."""
-    values = [value for rule in policy.rules for _, value in rule.changes]
-    if not any(isinstance(value, Operand) and value.measured for value in values):
+    if not policy.is_measured:
         return NO_LAYERS
     return not_measured() if policy.emulate else None
 
