@@ -49,7 +49,8 @@ class Widened(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a function of such tensors."""
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        # Modes too, which are off here in eager code: while one is on, dynamo hands attributes to this again.
+        with torch._C.DisableTorchFunction():
             x = args[0] if args else None
             narrow = isinstance(x, Widened) and not hasattr(x, _WIDE)
             if func == _DTYPE:
@@ -60,7 +61,7 @@ class Widened(Tensor):
                     return loss
             if narrow and func in _VIEWS:
                 return _view(func(*args, **kwargs))
-            if narrow and func is Tensor.float:
+            if narrow and (func is Tensor.float or (func is Tensor.to and _changes_nothing(x, args, kwargs))):
                 return x
             if func in _LOOKS:
                 return func(*args, **kwargs)
@@ -86,8 +87,14 @@ def wide_of(x: Tensor) -> Tensor:
     """Returns an fp32 tensor of a `Widened`, any other as it is."""
     if not isinstance(x, Widened):
         return x
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunction():
         return _wide(x)  # type: ignore[no-any-return]
+
+
+def _changes_nothing(x: Any, args: Any, kwargs: Any) -> bool:
+    """Whether .to() asks an fp32 tensor for what it is."""
+    asked = [*args[1:], *kwargs.values()]
+    return all(option is torch.float32 or option == x.device for option in asked if option is not False)
 
 
 def _view(y: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks import zoo
 from halfstep.core.errors import HalfstepError
 from halfstep.torch import losses, prepare
 from halfstep.torch.functions import widened
@@ -49,9 +50,23 @@ def written(logits, targets):
     return flat(logits, targets)
 
 
+def shifted(logits, targets):
+    """As models ask for everything about their logits on the way to the loss."""
+    logits = logits.float()
+    assert (logits.dtype, logits.device, logits.requires_grad) == (torch.float32, targets.device, True)
+    assert (logits.shape, logits.size(-1), logits.ndim) == ((2, 2, 6), 6, 3)
+    assert not logits.is_cuda
+    assert not logits.is_leaf
+    assert logits.mT.dtype == torch.float32
+    z = logits[..., :-1, :].contiguous().to(targets.device).view(-1, logits.shape[-1]).float()
+    t = targets[..., 1:].contiguous().view(-1).to(z.device)
+    return F.cross_entropy(z, t, ignore_index=-100, reduction="mean")
+
+
 FORMS = {
     "float": lambda z, t: flat(z.float(), t),
     "narrow": flat,
+    "shifted": shifted,
     "sum, smoothed": lambda z, t: flat(z.float(), t, reduction="sum", label_smoothing=0.1),
     "none": lambda z, t: flat(z.float(), t, reduction="none").mean(),
     "beside logits": lambda z, t: (z.float(), flat(z.float(), t)),
@@ -60,7 +75,11 @@ FORMS = {
     "weights": lambda z, t: flat(z.float(), t, weight=torch.ones(6)),
     "log softmax": lambda z, t: F.nll_loss(F.log_softmax(z.float(), -1).flatten(0, 1), t.flatten()),
 }
-OURS = ("float", "narrow", "sum, smoothed", "none", "beside logits")
+OURS = ("float", "narrow", "shifted", "sum, smoothed", "none", "beside logits")
+
+
+def shape_of(form):
+    return (2, 6) if form == "shifted" else (4, 6)
 
 
 def passes(form, compiled=False):
@@ -79,7 +98,7 @@ def passes(form, compiled=False):
 @pytest.mark.parametrize("form", FORMS)
 def test_the_loss_and_its_gradients_are_those_of_torch(form, rows, monkeypatch):
     loss, grads = passes(form)
-    assert rows == ([(torch.bfloat16, (4, 6))] if form in OURS else [])
+    assert rows == ([(torch.bfloat16, shape_of(form))] if form in OURS else [])
     monkeypatch.setattr(losses, "why_not", lambda *_: "not here")
     monkeypatch.setattr(widened, "why_not", lambda *_: "not here")
     right, right_grads = passes(form)
@@ -89,15 +108,34 @@ def test_the_loss_and_its_gradients_are_those_of_torch(form, rows, monkeypatch):
         assert (grad - expected).norm() <= 2.0**-8 * expected.norm()
 
 
-@pytest.mark.prove
-@pytest.mark.parametrize("form", FORMS)
+SLOW = [pytest.param(form, marks=pytest.mark.prove) for form in FORMS if form != "shifted"]
+
+
+@pytest.mark.parametrize("form", ["shifted", *SLOW])
 def test_compiled_code_does_the_same(form, rows):
     torch.compiler.reset()
     loss, grads = passes(form)
     compiled, compiled_grads = passes(form, compiled=True)
-    assert rows == ([(torch.bfloat16, (4, 6))] * 2 if form in OURS else [])
+    assert rows == ([(torch.bfloat16, shape_of(form))] * 2 if form in OURS else [])
     assert torch.equal(loss, compiled)
     assert all(torch.equal(a, b) for a, b in zip(grads, compiled_grads, strict=True))
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
+def test_models_of_transformers_widen_their_logits_and_compile_as_one_graph(name, rows):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.compiler.reset()
+    x, results = zoo.tokens(), []
+    for compiled in (False, True):
+        model, _ = zoo.FAMILIES[name].make()
+        run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16-mixed")
+        call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        y = call(input_ids=x, labels=x, use_cache=False)
+        run.backward(y.loss)
+        results.append([y.loss.detach(), y.logits.float(), *(p.grad for p in model.parameters())])
+    assert rows == [(torch.bfloat16, (16, 48))] * 2
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_it_is_fp32_to_other_code_and_the_logits_stay_as_they_are():
