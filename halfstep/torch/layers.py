@@ -23,6 +23,7 @@ Every function takes a `Casts` last (lowering.py) and is hidden from function mo
 Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head.
 """
 
+import warnings
 from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar, cast
@@ -30,6 +31,7 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
 from halfstep.core.errors import FormatError, HalfstepError
 from halfstep.core.formats import BF16, FP32, Format, parse
@@ -59,6 +61,15 @@ from halfstep.torch.recompute import NODE, again, dropping
 from halfstep.torch.split.holder import Holder
 from halfstep.torch.split.operand import is_split, operand_of, through
 from halfstep.torch.tracing import transforming
+
+# How torch may compute attention. On these devices it has kernels that never store the scores, and may take none.
+FUSED_ON = ("cuda",)
+ATTENTION_KERNELS = {
+    SDPBackend.FLASH_ATTENTION.value: "flash",
+    SDPBackend.EFFICIENT_ATTENTION.value: "memory-efficient",
+    SDPBackend.CUDNN_ATTENTION.value: "cuDNN",
+}
+UNFUSED = "without a fused kernel, storing every score"
 
 
 @cache
@@ -231,15 +242,50 @@ def attention(
     if not casts.fused_softmax:
         return weighted_attention(q_BHTK, k_BHTK, v_BHTK, casts, causal=causal, mask=mask, dropout=dropout)[0]
     with torch._C.DisableTorchFunction():
-        q, k, v = enter(q_BHTK, casts), enter(k_BHTK, casts), enter(v_BHTK, casts)
-        if mask is not None:
-            mask, causal = additive(mask, q.dtype), False
-        grouped = q.shape[1] != k.shape[1]
-        if grouped and q.is_cuda and q.dtype == torch.float32:  # fused kernels of torch take these in halves only
-            k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-            grouped = False
+        q, k, v, mask, causal, grouped = _fused_operands(q_BHTK, k_BHTK, v_BHTK, casts, causal, mask)
         y = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, enable_gqa=grouped)
         return rounded(y, casts) if casts.emulate else y
+
+
+def _fused_operands(
+    q: Tensor, k: Tensor, v: Tensor, casts: Casts, causal: bool, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool, bool]:
+    """Returns what torch's fused attention is given: operands, mask, whether it is causal, and grouped."""
+    q, k, v = enter(q, casts), enter(k, casts), enter(v, casts)
+    if mask is not None:
+        mask, causal = additive(mask, q.dtype), False
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and q.is_cuda and q.dtype == torch.float32:  # fused kernels of torch take these in halves only
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+        grouped = False
+    return q, k, v, mask, causal, grouped
+
+
+@bypass_mode
+def attention_kernel(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, casts: Casts) -> str:
+    """Returns how causal attention of such tensors is computed: by which of torch's kernels, or why by none."""
+    if not casts.fused_softmax:
+        return f"{UNFUSED}: softmax={casts.precision.softmax} has no fused kernel"
+    q, k, v, mask, causal, grouped = _fused_operands(q_BHTK, k_BHTK, v_BHTK, casts, True, None)
+    return kernel_of(q, k, v, mask, causal=causal, enable_gqa=grouped)
+
+
+def kernel_of(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, dropout: float = 0.0, causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> str:  # fmt: skip
+    """Returns by which kernel torch's fused attention computes; if it takes none of them, why it refuses each."""
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    chosen = torch._fused_sdp_choice(q, k, v, mask, dropout, causal, **options)
+    if chosen != SDPBackend.MATH.value:
+        return f"by torch's {ATTENTION_KERNELS.get(chosen, chosen)} kernel"
+    given = torch.backends.cuda.SDPAParams(q, k, v, mask, dropout, causal, enable_gqa)
+    with warnings.catch_warnings(record=True) as reasons:
+        warnings.simplefilter("always")
+        for kernel in ("flash", "efficient", "cudnn"):
+            getattr(torch.backends.cuda, f"can_use_{kernel}_attention")(given, debug=True)
+    reported = [str(each.message).partition(" (Triggered internally")[0].rstrip(".") for each in reasons]
+    return f"{UNFUSED}: {'; '.join(dict.fromkeys(reported)) or 'torch gives no reason'}"
 
 
 @bypass_mode

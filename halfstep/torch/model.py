@@ -119,6 +119,14 @@ class Decoder(Layer):
         named = [(name, part) for name, part in self.named_modules() if part not in inside]
         return tuple(name for name, part in named if isinstance(part, Norm | HeadNorm | MLP))
 
+    def attention_kernels(self) -> list[str]:
+        """Returns how the blocks compute attention; empty on devices where torch has one way to."""
+        device = self.cos_TK.device
+        if device.type not in layers.FUSED_ON:
+            return []
+        parts = (part for part in self.modules() if isinstance(part, Attention))
+        return list(dict.fromkeys(part.kernel(self.config, device) for part in parts))
+
     def module_names(self) -> list[str]:
         """Returns the names that rules match."""
         return module_names(self.config)
@@ -207,6 +215,12 @@ class Attention(Layer):
         with dropping(q_BHTK, k_BHTK) if self.halfstep_recomputed else nullcontext():
             y_BHTK = layers.attention(q_BHTK, k_BHTK, v_BHTK, casts)
         return self.o(y_BHTK.transpose(1, 2).flatten(2)), values
+
+    def kernel(self, config: ModelConfig, device: torch.device) -> str:
+        """Returns how it is computed in training."""
+        shapes = [(1, config.context, heads, self.size_of_head) for heads in (config.heads, config.num_kv_heads)]
+        q, k = (torch.empty(shape, device=device, requires_grad=True).transpose(1, 2) for shape in shapes)
+        return layers.attention_kernel(q, k, k, self.casts)
 
     def _placed(self, x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor, gain_H: Tensor | None = None) -> Tensor:
         """Returns queries or keys turned by their positions, and times the gain of their head."""

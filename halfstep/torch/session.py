@@ -28,6 +28,7 @@ from halfstep.torch import memory
 from halfstep.torch.apply import adopt, apply, check_policy
 from halfstep.torch.dtypes import as_device, describe
 from halfstep.torch.graph import check_graph, why_not_with
+from halfstep.torch.layers import UNFUSED
 from halfstep.torch.measure import devices
 from halfstep.torch.model import Decoder
 from halfstep.torch.observe.readback import Unread
@@ -162,10 +163,11 @@ class Session:
 
     @property
     def notes(self) -> list[str]:
-        """What was decided by measurement, here or in the run that is resumed."""
+        """What was decided by measurement, here or in the run that is resumed; attention that is not fused."""
         conversion = self.run.conversion  # a state that was loaded may have replaced it
         measured = None if conversion is None else conversion.measured
-        return [] if measured is None else [f"measured: {measured.description}"]
+        slow = [f"attention: {how}" for how in self.model.attention_kernels() if how.startswith(UNFUSED)]
+        return [*([] if measured is None else [f"measured: {measured.description}"]), *slow]
 
     @property
     def threads(self) -> int | None:

@@ -27,7 +27,7 @@ class Reached:
     @property
     def missed(self) -> tuple[Row, ...]:
         """Functions that the policy did not reach and that are not in compute anyway."""
-        return tuple(row for row in self.rows if row.how == "as it is" and row.why != IN_COMPUTE)
+        return tuple(row for row in self.rows if row.how == "as it is" and not row.why.startswith(IN_COMPUTE))
 
     def __str__(self) -> str:
         groups: dict[tuple[str, str, str], list[Row]] = {}

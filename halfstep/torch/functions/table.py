@@ -66,6 +66,10 @@ def _island(role: str) -> Entry:
     return Entry(skip_reason, run, f"the {role} format {out}")
 
 
+# What F.scaled_dot_product_attention takes in this order.
+ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
 def _skip_attention(scope: Scope, args: Any, kwargs: Any) -> str:
     dtypes = [t.dtype for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
     if scope.leaf and torch.float32 in dtypes:
@@ -76,10 +80,9 @@ def _skip_attention(scope: Scope, args: Any, kwargs: Any) -> str:
 
 
 def _attend(scope: Scope, func: Any, args: Any, kwargs: Any) -> Tensor:
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = {**dict(zip(ATTENTION, args, strict=False)), **kwargs}
     casts = scope.casts
-    q, k, v = (enter(given.pop(name), casts) for name in names[:3])
+    q, k, v = (enter(given.pop(name), casts) for name in ATTENTION[:3])
     given["attn_mask"] = additive(given.get("attn_mask"), casts.compute)
     if casts.fused_softmax:
         return rounded(func(q, k, v, **given), casts)

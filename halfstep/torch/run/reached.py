@@ -5,7 +5,8 @@ lasting effects; fake tensors would not do: mixtures branch on what their router
 
 The list has every product, attention, island and look-up of the model's own code, with how it ran and why. Of the
 functions that no role reaches it has those that lose precision: sums of narrow numbers, such as in hand-written
-norms, and arithmetic that an fp32 tensor promotes.
+norms, and arithmetic that an fp32 tensor promotes. Of attention on a GPU it has the kernel that torch takes,
+or why it takes none.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,13 +14,16 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.overrides import resolve_name
 
 from halfstep.core.audit.reached import Reached, Row
+from halfstep.torch import layers
 from halfstep.torch.functions.entry import NARROW, Entry, Scope, Skip, tensors_of
 from halfstep.torch.functions.mode import WATCHERS
-from halfstep.torch.functions.table import SENSITIVE, meets
+from halfstep.torch.functions.table import ATTENTION, SENSITIVE, meets
+from halfstep.torch.lowering import bypass_mode, enter
 from halfstep.torch.run.nonfinite import restored
 
 
@@ -31,7 +35,8 @@ def record(model: nn.Module, loss_fn: Callable[[Any], Any], batch: Any) -> Reach
     def watch(scope: Scope, func: Any, args: Any, kwargs: Any, entry: Entry | None, why: str) -> None:
         how = _how(scope, func, args, kwargs, entry, why)
         if how is not None:
-            row = Row(_function(func), inside[-1] if inside else "", *how)
+            kernel = _kernel(scope, args, kwargs) if func is F.scaled_dot_product_attention else ""
+            row = Row(_function(func), inside[-1] if inside else "", how[0], how[1] + kernel)
             counts[row] = counts.get(row, 0) + 1
 
     WATCHERS.append(watch)
@@ -59,6 +64,19 @@ def _how(
     promoted = meets(entry) and torch.float32 in dtypes and any(dtype in NARROW for dtype in dtypes)
     why = "an fp32 tensor that is not a parameter makes it fp32"
     return ("as it is", why) if promoted and not scope.leaf else None
+
+
+@bypass_mode
+def _kernel(scope: Scope, args: Any, kwargs: Any) -> str:
+    """Returns by which kernel attention runs; empty where torch has one way to compute it."""
+    given = {**dict(zip(ATTENTION, args, strict=False)), **kwargs}
+    q, k, v = (enter(given[name], scope.casts) for name in ATTENTION[:3])
+    if q.device.type not in layers.FUSED_ON or not scope.casts.fused_softmax:
+        return ""
+    mask = layers.additive(given.get("attn_mask"), q.dtype)
+    options = {name: given[name] for name in ("scale", "enable_gqa") if name in given}
+    causal, dropout = given.get("is_causal", False), given.get("dropout_p", 0.0)
+    return f", {layers.kernel_of(q, k, v, mask, dropout=dropout, causal=causal, **options)}"
 
 
 def _function(func: Any) -> str:

@@ -11,6 +11,7 @@ from halfstep.core.formats import FP16, FP32
 from halfstep.core.roles import print_value
 from halfstep.torch.convert.known_packages import kept_wide
 from halfstep.torch.layers import Layer
+from halfstep.torch.model import Decoder
 from halfstep.torch.optim.drivers import label
 from halfstep.torch.parallel.ranks import num_ranks
 from halfstep.torch.parallel.sizes import readable
@@ -46,7 +47,9 @@ def _modules(run: RunParts) -> Iterator[str]:
 
 
 def _attention(run: RunParts) -> Iterator[str]:
-    """How attention of transformers' models is masked."""
+    """How our decoder computes attention, and how that of transformers' models is masked."""
+    for how in run.model.attention_kernels() if isinstance(run.model, Decoder) else ():
+        yield f"  attention: {how}"
     for row in () if run.conversion is None else run.conversion.attention:
         form = f"masks are transformers' own: {row.why_not}" if row.why_not else CAUSAL
         yield f"  attention of {row.model}: {form}"
