@@ -15,7 +15,7 @@ from halfstep.core.formats import parse
 from halfstep.core.policy import Policy
 
 POLICIES = ("fp32", "bf16-mixed", "fp16-mixed", "fp8-mixed")
-STEPS = 16
+STEPS = 10
 NOTE = """# Written by `halfstep probe --save` on {name}, torch {version}: timed here, at the shapes of `{title}`.
 # `link` and `network` are the bytes per second, each way, to GPUs of this machine and of others: they were not
 # timed, and a plan for several GPUs needs them. `context` is assumed.
@@ -55,8 +55,8 @@ def measured(config: RunConfig, device: str, timing: Any) -> Machine:
         for policy in _policies(device)
         for item in of_recipe(replace(config, training=training), policy, hardware).work
     ]
-    host = [] if hardware.kind == "cpu" else [t for p in _policies(device) for t in _host(config, p, device)]
-    taken = [*timing.time_work(work, device), *host]
+    host = [timed for policy in _on_host(device) for timed in _host(config, policy, device)]
+    taken = timing.time_work(work, device)
     launch = [t.seconds / t.work for t in host if t.kind == "pass"]
     best: dict[str, float] = {}
     for each in taken:
@@ -75,7 +75,7 @@ def measured(config: RunConfig, device: str, timing: Any) -> Machine:
         context=0 if hardware.kind == "cpu" else Machine.context,
         launch=(min(launch) / 2, max(launch)) if launch else Machine.launch,  # code of others may be simpler
         reached=Reached(matmul=(0.5, 1.0), bandwidth=(0.6, 1.0)),  # of what was reached here
-        timed=tuple(Timed(*each) for each in taken),
+        timed=(*(Timed(*each) for each in taken), *host),
     )
 
 
@@ -105,6 +105,13 @@ def _host(config: RunConfig, policy: Policy, device: str) -> list[Timed]:
     one, three = seconds(1), seconds(3)
     took = {"pass": (three - one) / 2, "update": one - (three - one) / 2}
     return [Timed(kind, compute, (operations[kind],), took[kind], operations[kind]) for kind in ("pass", "update")]
+
+
+def _on_host(device: str) -> list[Policy]:
+    """Returns the policies under which the host is timed: none where the host is the device."""
+    from halfstep.torch.dtypes import describe
+
+    return [] if describe(device).kind == "cpu" else _policies(device)
 
 
 def _policies(device: str) -> list[Policy]:

@@ -96,10 +96,12 @@ def test_a_host_that_was_timed_is_the_limit_of_small_passes_and_not_of_compiled_
 
 
 @pytest.mark.prove
-def test_a_machine_file_of_this_machine_reads_back(tmp_path):
+def test_a_machine_file_of_this_machine_reads_back(tmp_path, monkeypatch):
     path = tmp_path / "mine.toml"
+    monkeypatch.setattr("halfstep.tools.plan.machine._on_host", lambda device: [Policy.parse("fp32")])
     machine = save(path, load("tiny", [*SMALL, "training.batch=2"]), "cpu")
     assert load_machine(str(path)) == machine
-    assert {timed.kind for timed in machine.timed} == {"matmul", "attention", "bytes"}
+    assert {timed.kind for timed in machine.timed} == {"matmul", "attention", "bytes", "pass", "update"}
+    assert 0 < 2 * machine.launch[0] == machine.launch[1]
     with pytest.raises(ConfigError, match="exists"):
         save(path, load("tiny", SMALL), "cpu")
