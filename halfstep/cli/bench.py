@@ -35,9 +35,9 @@ def bench(
     Parameters
     ----------
     arms
-        fp32, tf32, autocast-eager, autocast (the usual recipe), autocast-fp16, accelerate, fabric, hf, casted,
-        pure-bf16, halfstep, halfstep-fp32-masters, halfstep-stock, halfstep-fp16, halfstep-fp8, halfstep-fp8-all;
-        by default, casted and those that the bars compare.
+        fp32, tf32, autocast-eager, autocast (the usual recipe), autocast-fp16, accelerate, fabric, hf, torchao,
+        casted, pure-bf16, halfstep, halfstep-lean, halfstep-graph, halfstep-fp32-masters, halfstep-stock,
+        halfstep-fp16, halfstep-fp8, halfstep-fp8-all; by default, casted and those that the bars compare.
     save
         Also write the data as JSON to this file.
     picture

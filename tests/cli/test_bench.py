@@ -126,8 +126,8 @@ def test_exit_codes(arms, bars, code, race, capsys):
         (
             ["--arms", "autocats"],
             "error: unknown arm `autocats`; arms are fp32, tf32, autocast-eager, autocast, autocast-fp16, accelerate, "
-            "fabric, hf, casted, pure-bf16, halfstep, halfstep-fp32-masters, halfstep-stock, halfstep-fp16, "
-            "halfstep-fp8, halfstep-fp8-all\n\n"
+            "fabric, hf, torchao, casted, pure-bf16, halfstep, halfstep-lean, halfstep-graph, halfstep-fp32-masters, "
+            "halfstep-stock, halfstep-fp16, halfstep-fp8, halfstep-fp8-all\n\n"
             "hint: did you mean `autocast`?\n",
         ),
         (

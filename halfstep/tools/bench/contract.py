@@ -33,9 +33,14 @@ ARMS = {
     "accelerate": Recipe("Accelerate, mixed_precision bf16", package="accelerate"),
     "fabric": Recipe("Lightning Fabric, precision bf16-mixed", package="lightning"),
     "hf": Recipe("transformers' GPT2LMHeadModel under torch.autocast in bf16", package="transformers"),
+    "torchao": Recipe(
+        "torchao's float8 training, tensor-wise, without the head, under autocast", package="torchao"
+    ),
     "casted": Recipe("fp32 weights cast by each layer, bf16 residual stream: the strong stock recipe"),
     "pure-bf16": Recipe("everything in bf16, no master: loses updates"),
     "halfstep": Recipe("prepare with halfstep's AdamW, split fp32 masters", ours=True),
+    "halfstep-lean": Recipe("the same with lean memory: cheap activations are computed again", ours=True),
+    "halfstep-graph": Recipe("the same as one CUDA graph per update, not compiled", ours=True),
     "halfstep-fp32-masters": Recipe("prepare with halfstep's AdamW, whole fp32 masters", ours=True),
     "halfstep-stock": Recipe("prepare with torch's fused AdamW, split masters", ours=True),
     "halfstep-fp16": Recipe("prepare in fp16 with dynamic scaling, halfstep's AdamW", ours=True),
@@ -73,7 +78,7 @@ class Options:
     source: str = "stdlib"
     """The text: stdlib, a file, a folder, or token shards."""
     seconds: float | None = None
-    """Stop after this time, and report what was done."""
+    """Stop after this time, and report what was done. An arm must be ready after four fifths of it."""
     at_once: int = 4
     """How many arms start and compile at the same time; each needs the memory of a step meanwhile."""
 

@@ -25,6 +25,8 @@ VALIDATION_SHARE, HELD_OUT_WINDOWS = 0.1, 64
 FINISH_SECONDS = 3.0
 # A turn that began in time may end this much late; an arm that takes longer hangs.
 GRACE = 30.0
+# The share of the time in which arms must be ready: one that compiles for long must not cost others their turns.
+READY_SHARE = 0.8
 
 
 def command(setting: Setting) -> list[str]:
@@ -49,6 +51,8 @@ class Race:
         self.setting, self.folder, self.rounds, self.steps = setting, folder, rounds, steps
         self.at_once = at_once
         self.deadline, self.log = deadline, log
+        now = time.monotonic()
+        self.ready_by = None if deadline is None else now + READY_SHARE * (deadline - now)
         self.standings = {n: ArmResult(n, ARMS[n].words, ARMS[n].ours) for n in names}
         self.workers: dict[str, Worker] = {}
         self.ceiling: list[float] = []
@@ -100,7 +104,7 @@ class Race:
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         }
-        left = self._left()
+        left = _until(self.ready_by)
         if left is not None and left <= 0:
             raise FailedError("the time was up before it could start")
         worker = Worker(command(replace(self.setting, arm=name)), self.folder / f"{name}.log", environment)
@@ -149,7 +153,7 @@ class Race:
         def start() -> None:
             hello = self._start(name)
             self._note(name, versions=hello["versions"], compiled=hello["compiled"])
-            answer = self.workers[name].ask({"do": "train", "steps": WARM_STEPS - 1}, self._left())
+            answer = self.workers[name].ask({"do": "train", "steps": WARM_STEPS - 1}, _until(self.ready_by))
             self._note(name, losses=tuple(answer["losses"]), ready_seconds=time.monotonic() - started)
 
         if self._try(name, start):
@@ -216,9 +220,13 @@ class Race:
         return [name for name, arm in self.standings.items() if not arm.missing and not arm.failed]
 
     def _left(self) -> float | None:
-        return None if self.deadline is None else self.deadline - time.monotonic()
+        return _until(self.deadline)
 
     def _time_for_a_round(self) -> bool:
         """Whether another round like the last would end in time, and the evaluations after it."""
         left = self._left()
         return left is None or left > self.round_seconds + FINISH_SECONDS * len(self._racing())
+
+
+def _until(moment: float | None) -> float | None:
+    return None if moment is None else moment - time.monotonic()

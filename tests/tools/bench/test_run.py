@@ -130,13 +130,16 @@ def test_the_time_limit_ends_the_race_after_a_whole_round(played, monkeypatch):
 
 
 @pytest.mark.prove
-def test_an_arm_that_is_not_ready_in_time_is_ended(played):
+def test_an_arm_that_is_not_ready_in_time_is_ended_and_the_others_race(played, monkeypatch):
+    monkeypatch.setattr(race, "FINISH_SECONDS", 0.1)
+    monkeypatch.setattr(race, "READY_SHARE", 0.5)
     begun = time.monotonic()
-    result, _ = played(["fp32", "autocast"], {"fp32": {"slow": 60}}, rounds=1, seconds=2.0)
+    result, _ = played(["fp32", "autocast"], {"fp32": {"slow": 60}}, rounds=1, seconds=6.0)
     assert time.monotonic() - begun < 20
     fp32, autocast = result.arms
     assert fp32.failed.startswith("no answer within ")
-    assert not autocast.failed
+    assert autocast.raced
+    assert autocast.held_out == 2.5
 
 
 def test_every_arm_reads_the_same_tokens_and_the_held_out_text_is_none_of_them(played, text, tmp_path):

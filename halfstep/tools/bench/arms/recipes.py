@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ Batch = tuple[Tensor, Tensor]  # inputs and targets of a micro-batch
 # The policies of halfstep's arms.
 POLICIES = {
     "halfstep": "bf16-mixed,param=fp32:split",
+    "halfstep-lean": "bf16-mixed,param=fp32:split",
+    "halfstep-graph": "bf16-mixed,param=fp32:split",
     "halfstep-fp32-masters": "bf16-mixed",
     "halfstep-stock": "bf16-mixed,param=fp32:split",
     "halfstep-fp16": "fp16-mixed",
@@ -41,6 +43,7 @@ class Stock:
     """fp32, as torch trains by default: the base of all recipes."""
 
     compiles = True
+    counts_memory = True  # whether torch counts all that a step allocates
 
     def __init__(self, setting: Setting, device: torch.device, compile: bool):
         self.setting, self.device, self.compile = setting, device, compile and self.compiles
@@ -243,6 +246,16 @@ class _WithLoss(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+class TorchAO(Autocast):
+    """torchao's float8 with its defaults: tensor-wise scales of each step. The head is tied, and left out."""
+
+    def build(self) -> nn.Module:
+        """Exchanges the linear layers."""
+        float8, model = _package("torchao.float8"), super().build()
+        _check_fp8(self.device)
+        return float8.convert_to_float8_training(model, module_filter_fn=lambda _, name: name != "lm_head")
+
+
 class Casted(Stock):
     """No autocast: fp32 weights that each layer casts to its input's dtype, and a bf16 residual stream."""
 
@@ -278,7 +291,9 @@ class PureBf16(Stock):
 
 
 class Halfstep(Stock):
-    """`prepare` with halfstep's own AdamW."""
+    """`prepare` with halfstep's own AdamW; evaluated as the policy says, fp8 in bf16."""
+
+    options: ClassVar[dict[str, Any]] = {}  # of `prepare`
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         from halfstep.torch import AdamW
@@ -289,15 +304,38 @@ class Halfstep(Stock):
         from halfstep.torch import prepare
 
         seed, tokens = self.setting.seed, self.setting.batch * self.setting.context
-        policy = POLICIES[self.setting.arm]
-        self.run = prepare(self.model, self.optimizer, policy, clip_norm=CLIP_NORM, seed=seed, tokens=tokens)
+        given = {"clip_norm": CLIP_NORM, "seed": seed, "tokens": tokens, **self.options}
+        self.run = prepare(self.model, self.optimizer, POLICIES[self.setting.arm], **given)
         self.forward = self.compiled(self.model)
 
     def step(self, micro_batches: Sequence[Batch]) -> Tensor:
         return self.run.step(lambda batch: self.forward(*batch), micro_batches).loss
 
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        with self.run.evaluation():
+            return super().evaluate(batch)
+
     def summary(self) -> str:
         return self.run.summary()
+
+
+class HalfstepLean(Halfstep):
+    """With less memory."""
+
+    options: ClassVar[dict[str, Any]] = {"memory": "lean"}
+
+
+class HalfstepGraph(Halfstep):
+    """One CUDA graph per update, whose memory torch does not count when it is launched."""
+
+    compiles = counts_memory = False
+    options: ClassVar[dict[str, Any]] = {"graph": True}
+
+    def set_up(self) -> None:
+        if self.device.type != "cuda":
+            raise MissingError(f"CUDA graphs need an NVIDIA GPU, and the device is {self.device.type}")
+        super().set_up()
 
 
 class HalfstepStock(Halfstep):
@@ -308,24 +346,11 @@ class HalfstepStock(Halfstep):
 
 
 class HalfstepFp8(Halfstep):
-    """In fp8; evaluated in bf16, as the preset says."""
+    """In fp8."""
 
     def set_up(self) -> None:
-        support = supported(E4M3, self.device)
-        if not support:
-            raise MissingError(support.reason)
+        _check_fp8(self.device)
         super().set_up()
-
-    @torch.no_grad()
-    def evaluate(self, batch: Batch) -> Tensor:
-        from halfstep.torch.apply import set_precision
-
-        policy, converted = self.run.policy, self.run.conversion
-        assert converted is not None
-        set_precision(self.model, policy.evaluation())
-        loss = super().evaluate(batch)
-        set_precision(self.model, policy, measured=converted.measured)
-        return loss
 
 
 MAKERS: dict[str, type[Stock]] = {
@@ -337,9 +362,12 @@ MAKERS: dict[str, type[Stock]] = {
     "accelerate": Accelerate,
     "fabric": Fabric,
     "hf": HuggingFace,
+    "torchao": TorchAO,
     "casted": Casted,
     "pure-bf16": PureBf16,
     "halfstep": Halfstep,
+    "halfstep-lean": HalfstepLean,
+    "halfstep-graph": HalfstepGraph,
     "halfstep-fp32-masters": Halfstep,
     "halfstep-stock": HalfstepStock,
     "halfstep-fp16": Halfstep,
@@ -351,6 +379,12 @@ MAKERS: dict[str, type[Stock]] = {
 def _found_inf(norm: Tensor) -> Tensor:
     """Returns 1 if the norm is not finite: the fused AdamW then changes nothing."""
     return 1 - torch.isfinite(norm).float()
+
+
+def _check_fp8(device: torch.device) -> None:
+    support = supported(E4M3, device)
+    if not support:
+        raise MissingError(support.reason)
 
 
 def _package(*names: str) -> Any:

@@ -81,7 +81,8 @@ class Trainer:
         seconds = _timed(lambda: losses.extend(self.arm.step(update) for update in updates[1:]), self.device)
         answer = {"seconds": seconds / steps, "losses": [float(loss) for loss in losses], "memory": None}
         if on_cuda:
-            answer["memory"] = torch.cuda.max_memory_allocated(self.device)
+            if self.arm.counts_memory:
+                answer["memory"] = torch.cuda.max_memory_allocated(self.device)
             torch.cuda.empty_cache()
         return answer
 
