@@ -1,11 +1,12 @@
 """How long until the first step is done, with a cold and a warm cache, and how long later ones take.
 
     python benchmarks/measure/first_step.py --size 124M|1.3B [--arms autocast bf16 bf16-block fp8] [--steps 20]
+        [--cold]
 
 Every arm runs twice, each time in a process of its own: first with an empty folder for what torch compiles and
-tunes, then with what the first left there. A process reports the seconds from its start to the end of the first
-step, those of `prepare` alone (which times layers for fp8), of a later step (the median), how many graphs were
-compiled, and the peak of memory.
+tunes, then, without `--cold`, with what the first left there. A process reports the seconds from its start to the
+end of the first step, those of `prepare` alone (which times layers for fp8), of a later step (the median), how
+many graphs were compiled, and the peak of memory.
 
     autocast      torch.autocast in bf16, torch.compile, fused AdamW: the same model, without halfstep
     bf16          halfstep, bf16-mixed with split masters, the whole model compiled
@@ -52,6 +53,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="124M")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--steps", type=int, default=20, help="later steps that are timed")
+    parser.add_argument("--cold", action="store_true", help="leave the runs with a warm cache out")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--one", choices=ARMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -62,7 +64,7 @@ def main() -> None:
     print(f"{'arm':12}{'cache':>6}{times}{'graphs':>8}{'MiB':>8}{'loss':>9}")
     for arm in options.arms:
         with tempfile.TemporaryDirectory() as cache:
-            for kind in ("cold", "warm"):
+            for kind in ("cold",) if options.cold else ("cold", "warm"):
                 row = in_process(arm, options, Path(cache))
                 times = f"{row['first']:15.1f}{row['prepare']:12.1f}{row['step'] * 1000:10.1f}"
                 print(
@@ -71,8 +73,10 @@ def main() -> None:
                 )
 
 
-def in_process(arm: str, options: argparse.Namespace, cache: Path) -> dict[str, float]:
-    """Runs an arm in a new process whose caches are in a folder."""
+def in_process(
+    arm: str, options: argparse.Namespace, cache: Path, seconds: float | None = None
+) -> dict[str, float]:
+    """Runs an arm in a new process whose caches are in a folder, for at most so many seconds."""
     folders = {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
     given = ["--size", options.size, "--steps", str(options.steps), "--device", options.device, "--one", arm]
     made = subprocess.run(
@@ -81,6 +85,7 @@ def in_process(arm: str, options: argparse.Namespace, cache: Path) -> dict[str, 
         stdout=subprocess.PIPE,
         text=True,
         check=True,
+        timeout=seconds,
     )
     return json.loads(made.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 

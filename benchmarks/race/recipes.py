@@ -15,12 +15,14 @@ tokens. Without `--tokens`, recipe_tokens.py makes them. The source's earlier fi
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,23 +114,36 @@ def race(options: argparse.Namespace, started: float, logs: Path) -> Answer:
     try:
         for arm in wanted:  # one after another: compiling takes all cores
             workers[arm] = Worker([*command, "--worker", arm], logs / f"{arm}.log", os.environ)
-            arms[arm] |= workers[arm].hear(300.0)
+            with keeping_others(arm, workers, arms):
+                arms[arm] |= workers[arm].hear(300.0)
         while left := [arm for arm in wanted if len(arms[arm]["losses"]) < wanted[arm] and arm in workers]:
             arm = min(left, key=lambda name: len(arms[name]["losses"]) / wanted[name])
-            try:
-                if not take_turn(arm, workers[arm], arms[arm], wanted[arm], common, options, started):
-                    break
-            except FailedError as error:  # keep the results of the other
-                arms[arm]["failed"] = error.message
-                workers.pop(arm).end()
-                say(f"{arm} failed: {error.message}")
-        for arm, worker in workers.items():
-            if arms[arm]["losses"]:
-                arms[arm] |= worker.ask({"do": "finish"}, max(left_of(options, started), 0.0) + 2 * SPARE_SECONDS)
+            in_time = True
+            with keeping_others(arm, workers, arms):
+                in_time = take_turn(arm, workers[arm], arms[arm], wanted[arm], common, options, started)
+            if not in_time:
+                break
+        for arm in [name for name in workers if arms[name]["losses"]]:
+            limit, done = max(left_of(options, started), 0.0) + 2 * SPARE_SECONDS, len(arms[arm]["losses"])
+            with keeping_others(arm, workers, arms):
+                if done not in arms[arm]["evaluations"]:  # the time was over
+                    arms[arm]["evaluations"][done] = workers[arm].ask({"do": "evaluate"}, limit)["loss"]
+                arms[arm] |= workers[arm].ask({"do": "finish"}, limit)
     finally:
         for worker in workers.values():
             worker.close()
     return {"arms": arms, "common": common}
+
+
+@contextlib.contextmanager
+def keeping_others(arm: str, workers: dict[str, Worker], arms: dict[str, Answer]) -> Iterator[None]:
+    """Inside, an arm that fails is ended, and what there is of it and of the other is kept."""
+    try:
+        yield
+    except FailedError as error:
+        arms[arm]["failed"] = error.message
+        workers.pop(arm).end()
+        say(f"{arm} failed: {error.message}")
 
 
 def take_turn(

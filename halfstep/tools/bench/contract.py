@@ -40,7 +40,7 @@ ARMS = {
     "pure-bf16": Recipe("everything in bf16, no master: loses updates"),
     "halfstep": Recipe("prepare with halfstep's AdamW, split fp32 masters", ours=True),
     "halfstep-lean": Recipe("the same with lean memory: cheap activations are computed again", ours=True),
-    "halfstep-graph": Recipe("the same as one CUDA graph per update, not compiled", ours=True),
+    "halfstep-graph": Recipe("the same as one CUDA graph per update", ours=True),
     "halfstep-fp32-masters": Recipe("prepare with halfstep's AdamW, whole fp32 masters", ours=True),
     "halfstep-stock": Recipe("prepare with torch's fused AdamW, split masters", ours=True),
     "halfstep-fp16": Recipe("prepare in fp16 with dynamic scaling, halfstep's AdamW", ours=True),

@@ -329,7 +329,7 @@ class HalfstepLean(Halfstep):
 class HalfstepGraph(Halfstep):
     """One CUDA graph per update, whose memory torch does not count when it is launched."""
 
-    compiles = counts_memory = False
+    counts_memory = False
     options: ClassVar[dict[str, Any]] = {"graph": True}
 
     def set_up(self) -> None:

@@ -1,0 +1,127 @@
+"""Goals are judged as they are stated, rows share runs where they can, and the page shows what was measured."""
+
+import importlib.util
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+REAL = Namespace(dry=False, set=[])
+
+
+def script(folder, name):
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / folder / f"{name}.py")
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def goals():
+    script("measure", "first_step")
+    return script("measure", "goals")
+
+
+def arm(*seconds, memory=100, held_out=2.5, failed=""):
+    return {"seconds": list(seconds), "memory": memory, "held_out": held_out, "failed": failed}
+
+
+def test_speed_counts_median_turns_and_memory_is_ours_over_theirs(goals):
+    ours, theirs = arm(1.0, 2.0, 9.0, memory=60), arm(3.0, 2.2, 1.5)
+    speed = goals.Goal("ours", "theirs", "speed", 1.1, 1.2)
+    assert speed.ratios(ours, theirs) == (1.1, 1.5)
+    assert [speed.reached(ratio) for ratio in (1.1, 1.0999)] == [True, False]
+    memory = goals.Goal("ours", "theirs", "memory", 0.6)
+    assert memory.ratios(ours, theirs) == (0.6, None)
+    assert [memory.reached(ratio) for ratio in (0.6, 0.6001)] == [True, False]
+    first = goals.Goal("ours", "theirs", "first step", 1.0)
+    assert first.ratios(arm(30.0), arm(60.0)) == (0.5, None)
+    assert first.reached(0.5)
+
+
+def test_losses_must_not_be_further_apart_than_seeds(goals):
+    goal, theirs = goals.Goal("ours", "theirs", "loss", 1.0), arm(held_out={"0": 2.0, "1": 3.0})
+    assert goal.ratios(arm(held_out={"0": 2.5, "1": 3.5}), theirs) == (0.5, None)
+    assert goal.ratios(arm(held_out={"0": 2.5}), arm(held_out={"0": 2.5})) == "one seed has no spread"
+
+
+def test_what_failed_is_named_and_nothing_is_invented(goals):
+    arms = {"halfstep": arm(1.0), "autocast": arm(1.5), "casted": arm(failed="OutOfMemoryError: too | much")}
+    lines = goals.table({"bf16": {"arms": arms}}, ["bf16", "golf"])[2:]
+    assert lines[0].endswith("| 1.17 | 1.500 | 1.500 | yes | 0 / 0 | 2.5000 / 2.5000 |")
+    assert lines[1].endswith("| casted: OutOfMemoryError: too / much |  |  |  |  |")
+    assert all("| not measured yet |" in line for line in lines[2:])
+    assert all(line.count(" |") == lines[0].count(" |") for line in lines)
+
+
+def test_rows_of_one_setting_share_a_run(goals):
+    assert goals.together(["bf16", "golf", "lean", "fp8-1.3b", "fp8"], REAL) == [
+        ["bf16", "lean", "fp8"],
+        ["golf"],
+        ["fp8-1.3b"],
+    ]
+    assert [len(group) for group in goals.together(list(goals.ROWS), REAL)] == [3, *[1] * 8]
+
+
+def test_rows_that_share_a_run_keep_their_own_arms(goals, monkeypatch, capsys):
+    asked = []
+
+    def run(arms, **setting):
+        asked.append((arms, setting))
+        return Namespace(arms=[Namespace(**arm(1.0), name=name, missing="", ready_seconds=3.0) for name in arms])
+
+    monkeypatch.setattr(goals.bench, "run", run)
+    kept = {}
+    goals.measure(["bf16", "fp8"], REAL, 500.0, kept)
+    ((arms, setting),) = asked
+    assert arms == ["halfstep-fp8", "halfstep", "autocast", "casted"]  # the slowest to compile first
+    assert (setting["seconds"], setting["batch"], setting["width"]) == (500.0, 32, 768)
+    assert [*kept["fp8"]["arms"]] == ["halfstep-fp8", "autocast"]
+    assert "| fp8-mixed, 124M | halfstep-fp8 / autocast |" in capsys.readouterr().out
+    goals.measure(["fp8-1.3b"], REAL, 20.0, kept)  # too little time to begin
+    assert len(asked) == 1
+    assert "fp8-1.3b: not measured, for 20 s are left" in capsys.readouterr().err
+
+
+def test_seeds_that_are_known_are_not_run_again(goals, monkeypatch):
+    calls = []
+
+    def run(name, given, seconds):
+        calls.append(given[given.index("--seeds") + 1 : -1])
+        lines = [{"seed": 1, "loss": 4.0}, {"seed": 1, "held_out": 3.0}]  # seed 2 was not done in time
+        Path(given[-1].partition("=")[2]).write_text("\n".join(map(json.dumps, lines)))
+        return "not done within 9 s"
+
+    monkeypatch.setattr(goals, "_run", run)
+    known = {"bf16": {"held_out": {"0": 2.0}}, "fp8": {"held_out": {"0": 2.0, "1": 2.1, "2": 2.2}}}
+    found = goals.seeds(["bf16", "fp8"], {"seeds": [0, 1, 2], "steps": 5}, 9.0, known)
+    assert calls == [["1", "2"]]
+    assert found["bf16"] == {"held_out": {"0": 2.0, "1": 3.0}, "failed": "not done: seeds [2]"}
+    assert found["fp8"] == {**known["fp8"], "failed": ""}
+
+
+def test_the_page_shows_what_was_measured(goals):
+    stored = ROOT / "docs" / "measurements" / "goals.json"
+    kept = json.loads(stored.read_text()) if stored.exists() else {}
+    page = (ROOT / "docs" / "measurements" / "goals.md").read_text(encoding="utf-8")
+    assert "\n".join(goals.table(kept, list(goals.ROWS))) in page, "paste what `goals.py --print` prints"
+    assert all(f"`{name}`" in page for name in goals.ROWS)
+
+
+@pytest.mark.prove
+def test_a_seed_after_another_is_the_seed_alone(monkeypatch):
+    """One compiled model serves all seeds, so nothing of a seed may be left for the next."""
+    seeds = script("race", "seeds")
+    shape = {"layers": 1, "width": 32, "heads": 2, "context": 16, "vocabulary": 256}
+    monkeypatch.setattr(seeds, "HELD_OUT", 4)
+    options = Namespace(**shape, batch=2, steps=3, rate=1e-2, device="cpu", seeds=[0])
+    corpus = seeds.load_corpus("stdlib", 0.1, 256)
+    both, alone = (seeds.Policy("fp16-mixed,param=fp32:split", options) for _ in range(2))
+    first = list(both.train(0, corpus))
+    later, expected = (list(policy.train(1, corpus))[-1]["held_out"] for policy in (both, alone))
+    assert later == expected
+    assert first[-1]["held_out"] != later
