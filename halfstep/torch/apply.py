@@ -49,6 +49,7 @@ from halfstep.torch.dtypes import DTYPES, FLOATS, dtype_of, home, supported
 from halfstep.torch.fp8.delayed import Amaxes
 from halfstep.torch.layers import Layer
 from halfstep.torch.measure import LayerWork, time_layer
+from halfstep.torch.model import LEAN_CHUNKS
 from halfstep.torch.split.holder import Holder
 from halfstep.torch.split.parameter import make_split, make_whole
 
@@ -110,7 +111,8 @@ def apply(
     masters |= {name: replace(masters[name], split=False) for name in later}
     held: dict[Tensor, Param] = {parameters[name]: param for name, param in masters.items()}
     plan.check_held(plans, held)
-    measured = fp8_choice.measure_all(plans, ruled, held, tokens, compiled=compiled, timer=timer)
+    chunks = LEAN_CHUNKS if memory == "lean" else 1
+    measured = fp8_choice.measure_all(plans, ruled, held, tokens, compiled=compiled, chunks=chunks, timer=timer)
     chosen = ruled if measured is None else measured.widen(ruled)
     widened = [name for name, p in parameters.items() if p.dtype != torch.float32 and masters[name].format == FP32]
     widened += plan.widen_statistics(plans)

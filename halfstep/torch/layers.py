@@ -42,7 +42,7 @@ from halfstep.torch import losses
 from halfstep.torch.dtypes import FLOATS, dtype_of, format_of
 from halfstep.torch.fp8.delayed import History
 from halfstep.torch.fp8.linear import Narrow, in_graph, narrow_linear
-from halfstep.torch.fp8.loss import NarrowLoss, narrow_losses
+from halfstep.torch.fp8.loss import KNOWN, NarrowLoss, narrow_losses
 from halfstep.torch.lowering import (
     Casts,
     autocast_error,
@@ -89,8 +89,8 @@ def casts_of(precision: Precision) -> Casts:
     )
     if not precision.narrow:
         return casts
-    both = in_graph(casts, Narrow), in_graph(casts, NarrowLoss)
-    return replace(casts, in_graph=both[0], loss_in_graph=both[1], words=str(precision))
+    KNOWN[str(precision)] = casts = replace(casts, words=str(precision))
+    return replace(casts, in_graph=in_graph(casts, Narrow), loss_in_graph=in_graph(casts, NarrowLoss))
 
 
 def casts_for(policy: Policy | str) -> Casts:
@@ -373,7 +373,7 @@ def linear_cross_entropy(
         else:
             values, owner = made_cast(weight, casts.compute), weight
         if casts.wide is not None:
-            return narrow_losses(x, values, owner, bias, targets, casts, history, terms, size)
+            return narrow_losses(x, values, owner, bias, targets, casts, history, terms, chunks, size)
         return losses.linear_losses(x, values, owner, bias, targets, casts, terms, chunks, size)
 
 

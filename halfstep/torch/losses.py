@@ -127,7 +127,7 @@ def linear_gradients(
     One operation, because a compiler that sees the parts keeps the logits of all chunks for later. All are fp32. A
     gradient that nobody `needs` is empty.
     """
-    total, grad_input, grad_weight, grad_bias, sample = _empty_gradients(
+    total, grad_input, grad_weight, grad_bias, sample = empty_gradients(
         rows, w, targets, chunks, needs, width, size
     )
     start = 0
@@ -142,7 +142,7 @@ def linear_gradients(
         if needs[1]:
             _add_product(grad_weight, logits.t(), part, first)
         if needs[2]:
-            _add(grad_bias, logits.sum(0, dtype=torch.float32), first)
+            add(grad_bias, logits.sum(0, dtype=torch.float32), first)
         start += part.shape[0]
     return total, grad_input, grad_weight, grad_bias, sample
 
@@ -151,12 +151,13 @@ def linear_gradients(
 def _(
     rows: Tensor, w: Tensor, b: Any, targets: Tensor, chunks: int, needs: list[bool], width: int, *rest: Any
 ) -> Any:
-    return _empty_gradients(rows, w, targets, chunks, needs, width, rest[-1])
+    return empty_gradients(rows, w, targets, chunks, needs, width, rest[-1])
 
 
-def _empty_gradients(
+def empty_gradients(
     rows: Tensor, w: Tensor, targets: Tensor, chunks: int, needs: list[bool], width: int, size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns memory for a sum of losses, the gradients that somebody needs, and a sample of the logits' own."""
     shapes = (rows.shape, w.shape, w.shape[:1])
     wanted = [shape if needed else 0 for shape, needed in zip(shapes, needs, strict=True)]
     first = chunked(targets, chunks)[0].shape[0]
@@ -188,10 +189,11 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     if a.is_cuda:
         torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, beta=0 if first else 1, out=total)
     else:
-        _add(total, matmul(a, b, torch.float32), first)
+        add(total, matmul(a, b, torch.float32), first)
 
 
-def _add(total: Tensor, more: Tensor, first: bool) -> None:
+def add(total: Tensor, more: Tensor, first: bool) -> None:
+    """Adds to a sum, or begins it."""
     if first:
         total.copy_(more)
     else:

@@ -4,8 +4,9 @@ core.measure says what is timed on every backend, core.ladder which sizes may be
 TF32 is switched off for it, on for `tf32`, and restored afterwards.
 
 `time_layer` times one linear layer, forward and backward, in two precisions (convert/fp8_choice.py). The layer is
-between two activation functions, so that amax and casts fuse with what precedes them as in a model. Compiled on a
-GPU, only device time counts: alone, a layer takes the host longer to launch than the device to run.
+between two activation functions, so that amax and casts fuse with what precedes them as in a model; a head that is
+fused with its loss is timed with it. Compiled on a GPU, only device time counts: alone, a layer takes the host
+longer to launch than the device to run.
 """
 
 import time
@@ -32,7 +33,7 @@ from halfstep.core.roles import is_narrow
 from halfstep.torch.cast import to_native
 from halfstep.torch.dtypes import describe, dtype_of, supported
 from halfstep.torch.fp8.delayed import Amaxes
-from halfstep.torch.layers import CastedLinear, Layer
+from halfstep.torch.layers import CastedLinear, Layer, linear_cross_entropy
 from halfstep.torch.lowering import Casts, enter
 from halfstep.torch.model import Block, rope_tables
 from halfstep.torch.split.parameter import make_split
@@ -114,6 +115,7 @@ class LayerWork:
     split: bool  # its weight is a split master
     device: torch.device
     compiled: bool = False
+    loss: int = 0  # it is a head whose loss is computed with it, in so many chunks (losses.py)
 
     @property
     def amount(self) -> int:
@@ -209,19 +211,24 @@ class _Bench:
         layer.precision = precision
         if precision.delayed:
             layer.halfstep_history = Amaxes([""], self.device).layers[""]
-        model = _Between(layer)
+        model = _WithLoss(layer, work.loss) if work.loss else _Between(layer)
         if work.compiled:
             # A graph for each shape, of which dynamo allows eight by default: with dynamic sizes it would be
             # another kernel than the model's.
             model.compile(fullgraph=True, dynamic=False)
         x = self._random(work.tokens, work.inputs).to(layer.casts.compute).requires_grad_()
-        g = self._random(work.tokens, work.outputs).to(layer.casts.compute)
+        given: tuple[Tensor, ...] = ()
+        if work.loss:
+            shape, g = (work.tokens,), None
+            given = (torch.randint(work.outputs, shape, device=self.device, generator=self.generator),)
+        else:
+            g = self._random(work.tokens, work.outputs).to(layer.casts.compute)
 
         def run(count: int) -> None:
             _set_tf32(self.device, False)
             with torch._dynamo.config.patch(recompile_limit=256) if work.compiled else nullcontext():
                 for _ in range(count):
-                    model(x).backward(g)
+                    model(x, *given).backward(g)
                     model.zero_grad(set_to_none=True)
                     x.grad = None
 
@@ -240,6 +247,17 @@ class _Between(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         casts: Casts = self.layer.casts
         return enter(functional.silu(self.layer(enter(functional.silu(x), casts))), casts)
+
+
+class _WithLoss(nn.Module):
+    def __init__(self, layer: CastedLinear, chunks: int):
+        super().__init__()
+        self.layer, self.chunks = layer, chunks
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        layer, casts = self.layer, self.layer.casts
+        given = (enter(functional.silu(x), casts), layer.weight, layer.bias, targets, casts)
+        return linear_cross_entropy(*given, chunks=self.chunks, history=layer.halfstep_history)[0]
 
 
 def _fp8(a: Tensor, b: Tensor, fmt: Format) -> Callable[[], Tensor]:

@@ -302,15 +302,18 @@ class Head(Matmul):
             return total
         return self.halfstep_observe_loss(self, x_BTD, total, sample)
 
-    def why_not_fused(self, x_BTD: Tensor, model: Casts) -> str:
-        """Returns why the loss is computed of logits that this layer returns; empty if `loss` computes both."""
-        casts = self.casts
+    def why_not_fused(self, beside: Tensor, model: Casts, casts: Casts | None = None) -> str:
+        """Returns why the loss is computed of logits that this layer returns; empty if `loss` computes both.
+
+        On the device of a tensor, with the casts of the model, and others of this layer than it has now, if given.
+        """
+        casts = casts or self.casts
         if casts.plain or not (casts.direct or casts.wide is not None):
             return "lm_head has operands or gradients in 16-bit formats of their own"
         watched = self.halfstep_observe_loss is not None  # by a hook that needs no logits (observe/slots.py)
         if len(self._forward_hooks) > watched or self._forward_pre_hooks:
             return "lm_head has hooks, which see its logits"
-        return why_not(x_BTD, casts.compute, model)
+        return why_not(beside, casts.compute, model)
 
     def matrix_sizes(self) -> list[tuple[int, int]]:
         """Returns the size of its own matrix, or the embedding's."""

@@ -5,6 +5,7 @@ What cannot run is refused. What is not worth it stays wide, if a rule says `mea
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -22,9 +23,10 @@ from halfstep.torch.convert.plan import Plan, matmuls
 from halfstep.torch.dtypes import ROWS_INTO_FP32, dtype_of, product_failure
 from halfstep.torch.fp8.delayed import Amaxes
 from halfstep.torch.fp8.linear import MULTIPLE
-from halfstep.torch.layers import Matmul
+from halfstep.torch.layers import Matmul, casts_of
 from halfstep.torch.measure import LayerWork, time_layer
 from halfstep.torch.memory import ran_out
+from halfstep.torch.model import Head
 
 CPU_TOKENS = 256  # a CPU would take minutes for more, and the answer would be the same
 
@@ -67,19 +69,25 @@ def measure_all(
     tokens: int,
     *,
     compiled: bool = True,
+    chunks: int = 1,
     timer: Timer[LayerWork] = time_layer,
     clock: Clock = time.perf_counter,
 ) -> Measured | None:
-    """Times every layer whose rule says `measured`, size by size, compiled or not; None if no rule does."""
+    """Times every layer whose rule says `measured`, size by size, compiled or not; None if no rule does.
+
+    `chunks` are those of a loss that is fused with a head.
+    """
     layers = {plan: ruled[plan.name] for plan in matmuls(plans) if plan.name in ruled}
     layers = {plan: precision for plan, precision in layers.items() if precision.measured and precision.narrow}
     if not layers:
         return None
     if all(precision.emulate for precision in layers.values()):
         return not_measured(len(layers))
-    works = {plan: _works(plan, held, tokens, compiled) for plan in layers}
-    keys = {plan.name: [(work, layers[plan]) for work in works[plan]] for plan in layers}
-    return measure_layers(keys, timer, ran_out, clock)
+    works = {p.name: _works(p, held, tokens, compiled, chunks, precision) for p, precision in layers.items()}
+    keys = {p.name: [(work, precision) for work in works[p.name]] for p, precision in layers.items()}
+    measured = measure_layers(keys, timer, ran_out, clock)
+    with_loss = {name: f"{note}, with its loss" for name, note in measured.notes.items() if works[name][0].loss}
+    return replace(measured, notes={**measured.notes, **with_loss})
 
 
 def add_histories(plans: Sequence[Plan], ruled: Mapping[str, Precision], device: torch.device) -> Amaxes | None:
@@ -103,14 +111,18 @@ def _sizes(plan: Plan) -> list[tuple[int, int]]:
     return cast(type[Matmul], plan.kind).matrix_sizes(cast(Matmul, plan.module))
 
 
-def _works(plan: Plan, held: Mapping[Tensor, Param], tokens: int, compiled: bool) -> list[LayerWork]:
+def _works(
+    plan: Plan, held: Mapping[Tensor, Param], tokens: int, compiled: bool, chunks: int, precision: Precision
+) -> list[LayerWork]:
     parameters = list(plan.module.parameters(recurse=False))
     split = any(held[p].split for p in (parameters or held) if p in held)  # a tied head holds none itself
     bias = any(p.dim() == 1 for p in parameters)
-    device = next(iter(held)).device if not parameters else parameters[0].device
-    if device.type == "cpu":
+    beside, casts = parameters[0] if parameters else next(iter(held)), casts_of(precision)
+    fused = isinstance(plan.module, Head) and not plan.module.why_not_fused(beside, casts, casts)
+    if beside.device.type == "cpu":
         tokens, compiled = min(tokens, CPU_TOKENS), False
-    return [LayerWork(inputs, outputs, tokens, bias, split, device, compiled) for inputs, outputs in _sizes(plan)]
+    given = (tokens, bias, split, beside.device, compiled, chunks if fused else 0)
+    return [LayerWork(inputs, outputs, *given) for inputs, outputs in _sizes(plan)]
 
 
 def _pairs(precision: Precision) -> list[tuple[Format, Format, bool, torch.dtype]]:

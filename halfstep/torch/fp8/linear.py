@@ -40,7 +40,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.core.formats import Format
+from halfstep.core.formats import FP32, Format
 from halfstep.core.refusal import NARROW_ONCE
 from halfstep.core.roles import Operand, is_narrow
 from halfstep.torch.cast import amax_of, carried, quantize_scaled
@@ -201,20 +201,30 @@ class Narrow(torch.autograd.Function):
 
 
 def output(
-    rows: Tensor, values: Tensor, bias: Tensor | None, history: Tensor | None, casts: Casts, tokens: int
+    rows: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    history: Tensor | None,
+    casts: Casts,
+    tokens: int,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Returns x W^T + b of the first `tokens` of x, whose rows are padded, and what `gradients` needs of it."""
+    """Returns x W^T + b of the first `tokens` of x, whose rows are padded, and what `gradients` needs of it.
+
+    `amax` is that of a larger tensor which x is a part of, if it is scaled as that.
+    """
     p = casts.precision
     # 1. Operands in compute, and the amax that scales each, from earlier updates if they are delayed.
     w, past = in_compute(values, casts), None if history is None else history.amax(dim=1)
     x_amax, x_now = _amax(rows, p.operand, past, 0)
     w_amax, w_now = _amax(w, p.operand, past, 1)
     # 2. The casts, and the product.
-    a, b = lower(rows, p.operand, casts, x_amax), lower(w, p.operand, casts, w_amax)
+    a = lower(rows, p.operand, casts, x_amax if amax is None else amax)
+    b = lower(w, p.operand, casts, w_amax)
     added = None if bias is None else in_compute(bias, casts)
     y = product(_first(a, tokens), b, p.compute, casts.compute, casts, bias=added, fast=casts.fast)
     # 3. For the backward pass: x as codes, or as it came if each row has a scale; scales and amaxes.
-    scales = [a.inv_scale, w_amax] if _has_one_scale(p.operand) else []
+    scales = [a.inv_scale, w_amax] if has_one_scale(p.operand) else []
     amaxes = [] if past is None else [past, torch.stack([x_now, w_now])]
     kept = [rows if _has_row_scales(p.operand) else a.values, values, *scales, *amaxes]
     return y, kept  # type: ignore[return-value]
@@ -228,20 +238,26 @@ def gradients(
     casts: Casts,
     delayed: bool,
     factor: Tensor | None = None,
+    *,
+    wide: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Returns grad_input, grad_weight and grad_bias, as far as each `needs` to be, and the amaxes of operands.
 
     The rows of g are padded. What comes in is `factor` times g: each sum is multiplied by it before it is rounded.
+    All are fp32 if they are asked for `wide`.
     """
     p, operand = casts.precision, casts.precision.grad_operand
+    narrow = is_narrow(operand.format)
+    formats = (FP32, FP32) if wide else (p.grad, p.grad_weight)
+    dtypes = (torch.float32, torch.float32) if wide else (casts.grad, casts.grad_weight)
     kept, values, *rest = saved
-    x_inv, w_amax = rest[:2] if _has_one_scale(p.operand) else (None, None)
+    x_inv, w_amax = rest[:2] if has_one_scale(p.operand) else (None, None)
     past, now = rest[-2:] if delayed else (None, None)
     grad_input = grad_weight = grad_bias = amaxes = None
     # 1. grad_bias, from the gradient before its cast.
     if needs[2]:
-        wide = _times(g.sum(0, dtype=torch.float32), factor)
-        grad_bias = carried(wide, p.grad_weight) if casts.emulate else wide.to(casts.grad_weight)
+        grad_bias = _times(g.sum(0, dtype=torch.float32), factor)
+        grad_bias = carried(grad_bias, formats[1]) if casts.emulate else grad_bias.to(dtypes[1])
     # 2. The scale of the gradient as an operand; the history is of what came in, with its factor.
     if past is not None and factor is not None:
         past = torch.nan_to_num(past / factor.abs())  # of no gradient, a factor of 0, too
@@ -250,18 +266,24 @@ def gradients(
         amaxes = torch.cat([now, _times(g_now, None if factor is None else factor.abs()).reshape(1)])
 
     def cast(part: Tensor) -> Lowered:
-        a = lower(part, operand, casts, g_amax)
-        return a if a.inv_scale is None else a._replace(inv_scale=_times(a.inv_scale, factor))
+        if not narrow:
+            return lower(part, operand, casts)
+        amax = amax_of(part, operand) if g_amax is None else g_amax
+        if factor is not None:
+            # Changes no result. A scale that depends on what comes in is not known in the forward pass, where a
+            # compiler would make all of these codes to keep them instead of g: both layouts are as large as g.
+            amax = torch.where(factor.isnan(), factor, amax)
+        a = lower(part, operand, casts, amax)
+        return a._replace(inv_scale=_times(a.inv_scale, factor))
 
     # 3. Its codes: of all of it, or of a part at a time if they are many. A factor is undone with a scale.
-    narrow = is_narrow(operand.format)
     parts, others = (-(-g.numel() // CODES), None) if narrow else (1, factor)
     whole = cast(g) if parts == 1 else None
     # 4. grad_input = g W, some tokens at a time.
     if needs[0]:
         b = lower(in_compute(values, casts).t(), p.operand, casts, w_amax)
         b = b._replace(inv_scale=_times(b.inv_scale, others))
-        multiply = partial(product, b=b, out=p.grad, dtype=casts.grad, casts=casts)
+        multiply = partial(product, b=b, out=formats[0], dtype=dtypes[0], casts=casts)
         if whole is not None:
             grad_input = multiply(_first(whole, tokens))
         else:
@@ -270,7 +292,7 @@ def gradients(
     if needs[1]:
         x_t = _transposed(Lowered(kept, x_inv), kept, p.operand, casts)
         x_t = x_t._replace(inv_scale=_times(x_t.inv_scale, others))
-        multiply = partial(product, b=x_t, out=p.grad_weight, dtype=casts.grad_weight, casts=casts)
+        multiply = partial(product, b=x_t, out=formats[1], dtype=dtypes[1], casts=casts)
         if whole is not None:
             grad_weight = multiply(_transposed(whole, g, operand, casts, factor))
         else:
@@ -289,7 +311,7 @@ def _split(rows: Tensor, parts: int) -> Sequence[Tensor]:
 
 def _amax(x: Tensor, operand: Operand, past: Tensor | None, index: int) -> tuple[Tensor | None, Tensor]:
     """Returns the amax that scales a whole tensor, if one does, and the tensor's own, for the history."""
-    if not _has_one_scale(operand):
+    if not has_one_scale(operand):
         return None, torch.zeros((), device=x.device)
     now = amax_of(x, operand)
     if past is None or operand.amax == "current":
@@ -319,7 +341,8 @@ def padded(rows: Tensor, casts: Casts) -> Tensor:
     return rows if casts.emulate or not missing else F.pad(rows, (0, 0, 0, missing))
 
 
-def _has_one_scale(operand: Operand) -> bool:
+def has_one_scale(operand: Operand) -> bool:
+    """Whether a tensor is scaled as a whole."""
     return is_narrow(operand.format) and operand.granularity == "tensor"
 
 

@@ -8,6 +8,10 @@
    from the layer followed by the loss; for another s, bf16 and the narrow format round g and not s g.
 
 3. Delayed: the history holds the amax of s g, as that of the layer alone does.
+
+4. In chunks, as in losses.py: x is scaled by the amax of all tokens, so the logits and the loss are the same. The
+   gradient of a chunk is scaled by its own amax, which is at most that of all, and its products leave in fp32.
+   Delayed operands have one chunk: their scale needs s, which comes later.
 """
 
 from typing import Any
@@ -16,9 +20,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfstep.torch.cast import amax_of
 from halfstep.torch.fp8.delayed import History
-from halfstep.torch.fp8.linear import amaxes_of, gradients, narrow_linear, output, padded
-from halfstep.torch.losses import ONCE, SCALES, Terms, row_losses, row_losses_, sample_of
+from halfstep.torch.fp8.linear import amaxes_of, gradients, has_one_scale, narrow_linear, output, padded
+from halfstep.torch.losses import (
+    ONCE,
+    SCALES,
+    Terms,
+    add,
+    chunked,
+    empty_gradients,
+    row_losses,
+    row_losses_,
+    sample_of,
+)
 from halfstep.torch.lowering import Casts
 from halfstep.torch.matmul import once, rows_of
 from halfstep.torch.tracing import compiling, traced
@@ -26,16 +41,54 @@ from halfstep.torch.tracing import compiling, traced
 
 def narrow_losses(
     x: Tensor, values: Tensor, owner: Tensor, bias: Tensor | None, targets: Tensor, casts: Casts,
-    history: History | None, terms: Terms, size: int = 0,
+    history: History | None, terms: Terms, chunks: int = 1, size: int = 0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """As losses.linear_losses, of a layer with narrow operands."""
-    trained = x.requires_grad or owner.requires_grad or (bias is not None and bias.requires_grad)
-    if not (torch.is_grad_enabled() and trained):
+    needs = (x.requires_grad, owner.requires_grad, bias is not None and bias.requires_grad)
+    if not (torch.is_grad_enabled() and any(needs)):
         logits = rows_of(narrow_linear(x, values, owner, bias, casts, history))
         return row_losses(logits, targets, logits.shape[1], *terms)[0].sum(), None
     assert casts.loss_in_graph is not None
     given = (x, values, owner, bias, *amaxes_of(history, casts, trained=True), compiling())
-    return casts.loss_in_graph(f"loss {casts.words}", *given, targets, *terms, size)
+    chunks = 1 if casts.delayed else chunks
+    return casts.loss_in_graph(f"loss {casts.words}", *given, targets, *terms, chunks, *needs, size)
+
+
+# By their words: an operation that is opaque to compilers takes no other arguments than tensors, numbers and text.
+KNOWN: dict[str, Casts] = {}
+
+
+@torch.library.custom_op("halfstep::narrow_cross_entropy", mutates_args=())
+def chunk_gradients(
+    rows: Tensor, values: Tensor, bias: Tensor | None, targets: Tensor, chunks: int, needs: list[bool], words: str,
+    ignored: int, smoothing: float, cap: float, z_loss: float, factor: float, size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """As losses.linear_gradients, of a layer with narrow operands."""
+    casts, width = KNOWN[words], values.shape[0]
+    operand = casts.precision.operand
+    amax = amax_of(rows, operand) if has_one_scale(operand) else None
+    total, grad_input, *sums, sample = empty_gradients(rows, values, targets, chunks, needs, width, size)
+    start = 0
+    for part, wanted in zip(chunked(rows, chunks), chunked(targets, chunks), strict=True):
+        tokens, first, part = part.shape[0], start == 0, padded(part, casts)
+        logits, kept = output(part, values, bias, None, casts, part.shape[0], amax)
+        wanted = F.pad(wanted, (0, part.shape[0] - tokens), value=ignored)
+        losses = row_losses_(logits, wanted, width, ignored, smoothing, cap, z_loss, factor).sum()
+        total = losses if first else total + losses
+        sample = sample_of(logits[:tokens], size, factor) if first else sample
+        dx, *others, _ = gradients(kept, logits, tokens, (needs[0], needs[1], needs[2]), casts, False, wide=True)
+        if dx is not None:
+            grad_input[start : start + tokens] = dx
+        for summed, more in zip(sums, others, strict=True):
+            if more is not None:
+                add(summed, more, first)
+        start += tokens
+    return total, grad_input, sums[0], sums[1], sample
+
+
+@chunk_gradients.register_fake
+def _(rows: Tensor, values: Tensor, bias: Any, targets: Tensor, chunks: int, needs: list[bool], *rest: Any) -> Any:
+    return empty_gradients(rows, values, targets, chunks, needs, values.shape[0], rest[-1])
 
 
 class NarrowLoss(torch.autograd.Function):
@@ -56,16 +109,28 @@ class NarrowLoss(torch.autograd.Function):
         smoothing: float,
         cap: float,
         z_loss: float,
+        chunks: int,
+        needs_input: bool,
+        needs_weight: bool,
+        needs_bias: bool,
         size: int,
         casts: Casts,
     ) -> tuple[Tensor, Tensor]:
         """Returns the sum, and a part of the logits' gradient of `size` elements."""
         ctx.casts, ctx.compiled, ctx.delayed, ctx.shape = casts, compiled, history is not None, x.shape
+        ctx.chunks, ctx.needs = chunks, (needs_input, needs_weight, needs_bias)
+        terms, factor, tokens = (ignored, smoothing, cap, z_loss), SCALES.get(casts.compute, 1.0), targets.shape[0]
+        if chunks > 1:
+            given = (chunks, [*ctx.needs], casts.words, *terms, factor, size)
+            total, *grads, sample = chunk_gradients(rows_of(x), values, bias, targets, *given)
+            ctx.mark_non_differentiable(sample)
+            ctx.save_for_backward(*grads)
+            return total, sample
         with traced(compiled):
-            tokens, rows, factor = targets.shape[0], padded(rows_of(x), casts), SCALES.get(casts.compute, 1.0)
+            rows = padded(rows_of(x), casts)
             logits, kept = output(rows, values, bias, history, casts, rows.shape[0])
             targets = F.pad(targets, (0, rows.shape[0] - tokens), value=ignored)
-            losses = row_losses_(logits, targets, logits.shape[1], ignored, smoothing, cap, z_loss, factor)
+            losses = row_losses_(logits, targets, logits.shape[1], *terms, factor)
             sample = sample_of(logits[:tokens], size, factor)
             ctx.mark_non_differentiable(sample)
             ctx.save_for_backward(logits, *kept)
@@ -75,10 +140,14 @@ class NarrowLoss(torch.autograd.Function):
     @once(*ONCE)
     def backward(ctx: Any, s: Tensor, _: Any = None) -> tuple[Tensor | None, ...]:
         """Returns the gradient of each input."""
-        casts, needs, (g, *kept) = ctx.casts, ctx.needs_input_grad, ctx.saved_tensors
-        with traced(ctx.compiled):
-            factor, tokens = s / SCALES.get(casts.compute, 1.0), ctx.shape[:-1].numel()
-            given = (g, tokens, (needs[0], needs[2], needs[3]), casts, ctx.delayed, factor)
-            dx, dw, db, amaxes = gradients(kept, *given)
-            dx = dx if dx is None else dx.view(ctx.shape)
-        return dx, None, dw, db, None, amaxes, *[None] * 8
+        casts, factor, amaxes = ctx.casts, s / SCALES.get(ctx.casts.compute, 1.0), None
+        if ctx.chunks > 1:
+            made = zip(ctx.saved_tensors, ctx.needs, (casts.grad, *[casts.grad_weight] * 2), strict=True)
+            dx, dw, db = ((grad * factor).to(dtype) if needed else None for grad, needed, dtype in made)
+        else:
+            g, *kept = ctx.saved_tensors
+            with traced(ctx.compiled):
+                given = (g, ctx.shape[:-1].numel(), ctx.needs, casts, ctx.delayed, factor)
+                dx, dw, db, amaxes = gradients(kept, *given)
+        dx = dx if dx is None else dx.view(ctx.shape)
+        return dx, None, dw, db, None, amaxes, *[None] * 12

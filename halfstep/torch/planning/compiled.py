@@ -29,7 +29,7 @@ from torch.utils.flop_counter import flop_registry
 from halfstep.torch.planning.ledger import rounded
 from halfstep.torch.planning.tracker import (
     ATTENTION_BACKWARD,
-    CHUNKED_LOSS,
+    CHUNKED_LOSSES,
     Tracker,
     Work,
     logits_of_chunk,
@@ -198,17 +198,18 @@ def _play(kernels: Kernels, tracker: Tracker, *inputs: Any) -> Any:
         live[buffer] = ledger.allocate(size, trace.phase, _shape(buffer))
         if _name(maker) in ATTENTION_BACKWARD and buffer.args[1] == 0:  # type: ignore[arg-type]
             ledger.passing(4 * buffer.meta["val"].numel(), trace.phase)
-        if _name(maker) == CHUNKED_LOSS and buffer.args[1] == 0:
-            ledger.passing(logits_of_chunk(*_tensors(maker), maker.args[4]), trace.phase)  # type: ignore[arg-type]
+        if _name(maker) in CHUNKED_LOSSES and buffer.args[1] == 0:
+            chunk = logits_of_chunk(_name(maker), *_tensors(maker), maker.args[4])  # type: ignore[arg-type]
+            ledger.passing(chunk, trace.phase)
         for node in [*dying, *([buffer] if buffer in kernels.unread else [])]:
             if node in live:
                 _free(tracker, live.pop(node))
     made = [buffer for buffer in kernels.buffers if buffer.target is not operator.getitem]
     for node in (*made, *kernels.several):
-        is_loss = _name(node) == CHUNKED_LOSS
-        trace.work += (
-            works_of_loss(*_tensors(node), trace.phase) if is_loss else [_work(kernels, node, trace.phase)]
-        )
+        if _name(node) in CHUNKED_LOSSES:
+            trace.work += works_of_loss(_name(node), *_tensors(node), trace.phase)
+        else:
+            trace.work.append(_work(kernels, node, trace.phase))
     for node, key in live.items():
         if node not in keys:
             ledger.free(key)  # its tensor is made next

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from halfstep.torch.dtypes import FLOATS, format_of
+from halfstep.torch.fp8.linear import CODES
 from halfstep.torch.planning.ledger import Ledger
 
 _ATEN = torch.ops.aten
@@ -27,7 +28,8 @@ ATTENTION_BACKWARD = {
     "_scaled_dot_product_cudnn_attention_backward",
     "_scaled_dot_product_efficient_attention_backward",
 }
-CHUNKED_LOSS = "linear_cross_entropy"  # ours, whose logits exist a chunk at a time (losses.py)
+# Ours, whose logits exist a chunk at a time (losses.py, fp8/loss.py); what is multiplied, if not what is given.
+CHUNKED_LOSSES = {"linear_cross_entropy": "", "narrow_cross_entropy": "e4m3"}
 # Operations that launch nothing.
 _FREE = {"detach", "alias", "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "lift_fresh"}
 
@@ -111,9 +113,9 @@ class Tracker(TorchDispatchMode):
         view = bool(made) and all(self.follow(t) is False for t in made)
         if not made or (view and not function._schema.is_mutable) or name in _FREE:
             return
-        if name == CHUNKED_LOSS:
-            self.trace.work += works_of_loss(args[0], args[1], self.trace.phase)
-            self.trace.ledger.passing(logits_of_chunk(args[0], args[1], args[4]), self.trace.phase)
+        if name in CHUNKED_LOSSES:
+            self.trace.work += works_of_loss(name, args[0], args[1], self.trace.phase)
+            self.trace.ledger.passing(logits_of_chunk(name, args[0], args[1], args[4]), self.trace.phase)
             return
         self.trace.work.append(work_of(function, name, given, made, args, kwargs, out, self.trace.phase))
         if name in ATTENTION_BACKWARD:
@@ -152,9 +154,9 @@ class Tracker(TorchDispatchMode):
         self.drop(key)
 
 
-def works_of_loss(rows: Tensor, w: Tensor, phase: str) -> list[Work]:
+def works_of_loss(name: str, rows: Tensor, w: Tensor, phase: str) -> list[Work]:
     """Describes a linear layer with its loss, in chunks: three matmuls, and a pass over the logits and back."""
-    (tokens, width), vocabulary, dtype = rows.shape, w.shape[0], _format(rows.dtype)
+    (tokens, width), vocabulary, dtype = rows.shape, w.shape[0], CHUNKED_LOSSES[name] or _format(rows.dtype)
     logits = tokens * vocabulary * rows.element_size()
     shapes = ((tokens, width, vocabulary), (tokens, vocabulary, width), (vocabulary, tokens, width))
     flops = 2 * tokens * width * vocabulary
@@ -162,9 +164,10 @@ def works_of_loss(rows: Tensor, w: Tensor, phase: str) -> list[Work]:
     return [*products, Work("bytes", "", (), 0, 2 * logits, phase)]
 
 
-def logits_of_chunk(rows: Tensor, w: Tensor, chunks: int) -> int:
-    """Returns the bytes of the logits that exist at a time."""
-    return -(-rows.shape[0] // chunks) * w.shape[0] * rows.element_size()
+def logits_of_chunk(name: str, rows: Tensor, w: Tensor, chunks: int) -> int:
+    """Returns the bytes of the logits that exist at a time, and of their gradient's codes if it has some."""
+    numbers = -(-rows.shape[0] // chunks) * w.shape[0]
+    return numbers * rows.element_size() + (min(2 * numbers, CODES) if CHUNKED_LOSSES[name] else 0)
 
 
 def work_of(

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from halfstep.config.load import load
+from halfstep.config.model import ModelConfig
 from halfstep.core.choice.layers import BUDGET
 from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import E4M3, E5M2
@@ -12,12 +13,14 @@ from halfstep.core.measure import TOKENS
 from halfstep.core.policy import Policy
 from halfstep.core.precision import precisions
 from halfstep.core.roles import Operand
+from halfstep.torch import layers, losses
 from halfstep.torch.apply import apply
 from halfstep.torch.convert import fp8_choice
 from halfstep.torch.convert.fp8_choice import CPU_TOKENS, measure_all
 from halfstep.torch.convert.plan import plans_of
 from halfstep.torch.dtypes import product_failure, supported
 from halfstep.torch.measure import LayerWork, time_layer
+from halfstep.torch.model import LEAN_CHUNKS, Decoder
 from halfstep.torch.session import Session
 from halfstep.torch.state import load_state, restored, state_of, stored
 from halfstep.torch.step import Run, prepare
@@ -225,6 +228,37 @@ def test_a_session_measures_its_own_micro_batch(monkeypatch):
     resumed.load(session.state())
     assert before == {n: m.precision for n, m in resumed.model.named_modules() if hasattr(m, "precision")}
     assert "adopted from the run that is resumed" in resumed.notes[0]
+
+
+@needs_fp8
+def test_a_head_is_timed_with_its_loss_where_that_is_how_it_runs(monkeypatch):
+    asked = {}
+    for fused, lean in ((False, False), (True, False), (True, True)):
+        monkeypatch.setattr(losses, "has_kernel", lambda _, fused=fused: fused)
+        model, device = Decoder(ModelConfig(vocabulary=32, context=16, layers=1, width=16, heads=2)), Device()
+        given = {"timer": device, "memory": "lean" if lean else "fast"}
+        found = apply(model, Policy.parse("fp8-mixed"), model.module_names(), **given).measured
+        asked[fused, lean] = {(work.inputs, work.outputs): work.loss for work, _ in device.asked}
+        assert found.notes["lm_head"].endswith(", with its loss") is fused
+        assert not found.notes["blocks.0.attn.q"].endswith("loss")
+    assert [(size, chunks) for size, chunks in asked[True, False].items() if chunks] == [((16, 32), 1)]
+    assert [chunks for chunks in asked[True, True].values() if chunks] == [LEAN_CHUNKS]
+    assert not any(asked[False, False].values())
+
+
+@needs_fp8
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_timer_of_a_head_runs_the_fused_loss_in_both_forms(chunks, monkeypatch):
+    seen = []
+    for module, name in ((losses, "linear_losses"), (layers, "narrow_losses")):
+        real = getattr(module, name)
+        noted = lambda *args, real=real, name=name: seen.append(name) or real(*args)  # noqa: E731
+        monkeypatch.setattr(module, name, noted)
+    work = LayerWork(16, 32, 24, bias=False, split=True, device=torch.device("cpu"), loss=chunks)
+    narrow_form = precision_of(MEASURED)
+    assert all(0 < seconds < 1 for seconds in time_layer(work, (narrow_form.widened(), narrow_form)))
+    assert seen[:6] == ["linear_losses"] * 3 + ["narrow_losses"] * 3
+    assert set(seen[6:]) == {"linear_losses", "narrow_losses"}
 
 
 @needs_fp8

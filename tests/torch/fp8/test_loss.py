@@ -79,6 +79,43 @@ def test_any_incoming_gradient_multiplies_the_sums_before_they_are_rounded(polic
     assert torch.equal(one[0], some[0])
 
 
+@pytest.mark.parametrize("policy", policies(FP8, ROWS, *OTHERS))
+def test_in_chunks_logits_are_the_same_and_the_gradient_of_each_is_scaled_by_its_own_amax(policy):
+    """A chunk alone has the same gradients, if its tokens have the amax of all; their weight gradients add up."""
+    x, w = draw(32, 32).bfloat16(), draw(OUTPUTS, 32, seed=1, scale=0.1)
+    x[0, 0] = x[20, 3] = 8.0
+    targets, c = torch.arange(32), casts(policy)
+
+    def run(rows, chunks):
+        given = [
+            x[rows].clone().requires_grad_(),
+            w.clone().requires_grad_(),
+            draw(OUTPUTS, seed=2).requires_grad_(),
+        ]
+        loss, sample = linear_cross_entropy(*given, targets[rows], c, TERMS, chunks, OUTPUTS)
+        (loss * 0.5).backward()
+        return loss.detach(), sample, *(t.grad for t in given)
+
+    loss, sample, *grads = run(slice(None), 2)
+    (first, first_sample, *head), (second, _, *tail) = run(slice(16), 1), run(slice(16, 32), 1)
+    assert torch.equal(loss, first + second)
+    assert torch.equal(sample, first_sample)
+    assert [t.dtype for t in grads] == [torch.bfloat16, torch.float32, torch.float32]
+    assert torch.equal(grads[0], torch.cat([head[0], tail[0]]))
+    for found, one, other in zip(grads[1:], head[1:], tail[1:], strict=True):
+        assert torch.equal(found, one + other)
+
+
+def test_delayed_operands_have_one_chunk_because_their_scale_needs_what_comes_in():
+    found = []
+    for chunks in (1, 3):
+        w, past = draw(OUTPUTS, 32, seed=1, scale=0.1).requires_grad_(), history(DELAYED)
+        given = (draw(19, 32).bfloat16(), w, None, targets_of(19), casts(DELAYED), TERMS, chunks)
+        linear_cross_entropy(*given, history=past)[0].backward(torch.tensor(0.25))
+        found.append((w.grad, past.pending))
+    assert same(*found)
+
+
 @pytest.mark.parametrize("incoming", [0.0, float("nan"), float("inf")])
 def test_a_delayed_gradient_of_nothing_is_nothing_and_one_that_is_not_finite_stays_so(incoming):
     _, *grads, pending = passed(DELAYED, incoming, fused=True)
@@ -103,13 +140,13 @@ def test_without_gradients_it_is_the_same_number_and_a_graph_may_be_kept_but_not
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("policy", policies(FP8, DELAYED))
-def test_it_compiles_into_one_graph_and_another_policy_into_another(policy):
+@pytest.mark.parametrize(("policy", "chunks"), [(FP8, 1), (FP8, 2), (DELAYED, 1)])
+def test_it_compiles_into_one_graph_and_another_policy_into_another(policy, chunks):
     """Two heads of one shape, whose casts differ: to dynamo, functions of the same code are the same function."""
 
     def run(function, text):
         x, w = draw(16, 32).bfloat16().requires_grad_(), draw(OUTPUTS, 32, seed=1, scale=0.1).requires_grad_()
-        loss = function(x, w, None, torch.arange(16), casts(text), TERMS, history=history(text))[0]
+        loss = function(x, w, None, torch.arange(16), casts(text), TERMS, chunks, history=history(text))[0]
         loss.backward()
         return loss.detach(), x.grad, w.grad
 
