@@ -23,18 +23,19 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, Literal
 
 import first_step
 
+from halfstep.core.errors import HalfstepError
 from halfstep.tools.bench import run as bench
 
 RACE = Path(__file__).parents[1] / "race"
@@ -193,7 +194,7 @@ def _losses_apart(ours: Mapping[str, float], theirs: Mapping[str, float]) -> tup
 GPT2 = {"layers": 12, "width": 768, "context": 1024, "batch": 32, "vocabulary": 50304}
 WIDE = {**GPT2, "layers": 24, "width": 2048, "batch": 16}
 # Bytes of torch's own Python source: some 45 MB, on every machine, and more than the steps read.
-TEXT = str(Path(sysconfig.get_path("purelib")) / "torch" / "**" / "*.py")
+TEXT = str(Path(str(find_spec("torch").origin)).parent / "**" / "*.py")  # type: ignore[union-attr]
 LOSSES = {"source": TEXT, "seeds": [0, 1, 2]}
 SMALL_RACE = {**GPT2, "rounds": 8, "steps": 8, "at_once": 5, "compile": None}
 EAGER = {**SMALL_RACE, "compile": False}
@@ -350,7 +351,10 @@ def measure(names: Sequence[str], options: argparse.Namespace, seconds: float, k
     say(f"\n{', '.join(names)}: {', '.join(arms)}; about {estimate} s on an H200, and {seconds:.0f} are left")
     before = kept.get(names[0], {})
     known = before.get("arms", {}) if before.get("setting") == setting else {}
-    found = rows[0].measure(arms, setting, seconds, known)
+    try:
+        found = rows[0].measure(arms, setting, seconds, known)
+    except HalfstepError as error:  # no arm could begin; other rows may
+        found = {arm: {"failed": error.message} for arm in arms}
     took = time.monotonic() - begun
     for name, row in zip(names, rows, strict=True):
         own = {arm: found[arm] for arm in row.arms}

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from halfstep.core.errors import HalfstepError
+
 ROOT = Path(__file__).parents[2]
 REAL = Namespace(dry=False, set=[])
 
@@ -82,6 +84,13 @@ def test_rows_that_share_a_run_keep_their_own_arms(goals, monkeypatch, capsys):
     assert (setting["seconds"], setting["batch"], setting["width"]) == (500.0, 32, 768)
     assert [*kept["fp8"]["arms"]] == ["halfstep-fp8", "autocast"]
     assert "| fp8-mixed, 124M | halfstep-fp8 / autocast |" in capsys.readouterr().out
+
+    def refuse(arms, **setting):
+        raise HalfstepError("there is no GPU")
+
+    monkeypatch.setattr(goals.bench, "run", refuse)
+    goals.measure(["lean"], REAL, 500.0, kept)  # other rows must not be lost with it
+    assert "halfstep-lean: there is no GPU" in capsys.readouterr().out
     goals.measure(["fp8-1.3b"], REAL, 20.0, kept)  # too little time to begin
     assert len(asked) == 1
     assert "fp8-1.3b: not measured, for 20 s are left" in capsys.readouterr().err
