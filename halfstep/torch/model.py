@@ -80,8 +80,7 @@ class Decoder(Layer):
                 x_BTD, values = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)
             else:
                 x_BTD, values = block(*given)
-            if self.config.value_residual:  # else blocks would differ in what they are given, when compiled
-                first_values = values if first_values is None else first_values
+            first_values = values if first_values is None else first_values
             if self.skip_weights is not None and len(skips) < len(self.skip_weights):
                 skips.append(x_BTD)
         x_BTD = self.final_norm(x_BTD)
@@ -160,8 +159,8 @@ class Block(Layer):
 
     def forward(
         self, x_BTD: Tensor, x0_BTD: Tensor, first_values: Tensor | None, angles: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the stream after the block, and the values of its attention."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the stream after the block, and the values of its attention, if other blocks mix them in."""
         casts = self.casts
         if self.residual_mix is not None:
             mix = enter(owned(self.residual_mix, casts), casts)
@@ -196,22 +195,26 @@ class Attention(Layer):
 
     def forward(
         self, x_BTD: Tensor, first_values: Tensor | None, angles: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Returns what attention adds to the stream, and its values before they were mixed."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns what attention adds to the stream, and its values before they were mixed, if others need them.
+
+        In memory, heads stay inside tokens, where matmuls leave and want them: attention returns its result as its
+        queries are, and a norm of transposed ones would copy them, and so what follows.
+        """
         casts, heads = self.casts, (-1, self.size_of_head)
-        matrices = (self.q, self.k, self.v)
-        q_BHTK, k_BHTK, v_BHTK = (w(x_BTD).unflatten(-1, heads).transpose(1, 2) for w in matrices)
-        values = v_BHTK
+        q_BTHK, k_BTHK, v_BTHK = (w(x_BTD).unflatten(-1, heads) for w in (self.q, self.k, self.v))
+        v_BHTK = v_BTHK.transpose(1, 2)
+        values = None if self.value_mix is None else v_BHTK
         if self.value_mix is not None and first_values is not None:
             mix = enter(owned(self.value_mix, casts), casts)
             v_BHTK = rounded(v_BHTK + rounded(mix * rounded(first_values - v_BHTK, casts), casts), casts)
         if self.q_norm is not None and self.k_norm is not None:
-            q_BHTK, k_BHTK = self.q_norm(q_BHTK), self.k_norm(k_BHTK)
+            q_BTHK, k_BTHK = self.q_norm(q_BTHK), self.k_norm(k_BTHK)
         if self.rotary and self.halfstep_recomputed and self.q_norm is not None:
-            q_BHTK = again(self._placed, q_BHTK, *angles, self.q_gain)
-            k_BHTK = again(self._placed, k_BHTK, *angles)
+            q_BHTK = again(self._placed, q_BTHK, *angles, self.q_gain)
+            k_BHTK = again(self._placed, k_BTHK, *angles)
         else:
-            q_BHTK, k_BHTK = self._placed(q_BHTK, *angles, self.q_gain), self._placed(k_BHTK, *angles)
+            q_BHTK, k_BHTK = self._placed(q_BTHK, *angles, self.q_gain), self._placed(k_BTHK, *angles)
         with dropping(q_BHTK, k_BHTK) if self.halfstep_recomputed else nullcontext():
             y_BHTK = layers.attention(q_BHTK, k_BHTK, v_BHTK, casts)
         return self.o(y_BHTK.transpose(1, 2).flatten(2)), values
@@ -222,14 +225,14 @@ class Attention(Layer):
         q, k = (torch.empty(shape, device=device, requires_grad=True).transpose(1, 2) for shape in shapes)
         return layers.attention_kernel(q, k, k, self.casts)
 
-    def _placed(self, x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor, gain_H: Tensor | None = None) -> Tensor:
-        """Returns queries or keys turned by their positions, and times the gain of their head."""
+    def _placed(self, x_BTHK: Tensor, cos_TK: Tensor, sin_TK: Tensor, gain_H: Tensor | None = None) -> Tensor:
+        """Returns queries or keys turned by their positions, and times the gain of their head, head by head."""
         casts = self.casts
         if self.rotary:
-            x_BHTK = layers.rotate(x_BHTK, cos_TK, sin_TK, casts)
+            x_BTHK = layers.rotate(x_BTHK, cos_TK[:, None], sin_TK[:, None], casts)
         if gain_H is not None:
-            x_BHTK = rounded(x_BHTK * enter(owned(gain_H, casts), casts)[:, None, None], casts)
-        return x_BHTK
+            x_BTHK = rounded(x_BTHK * enter(owned(gain_H, casts), casts)[:, None], casts)
+        return x_BTHK.transpose(1, 2)
 
 
 class MLP(Layer):
@@ -328,13 +331,13 @@ class HeadNorm(Layer):
         self.eps = config.epsilon_of("rms")
         self.weight = _maybe(config.qk_norm == "gain", config.size_of_head)
 
-    def forward(self, x_BHTK: Tensor) -> Tensor:
+    def forward(self, x_BTHK: Tensor) -> Tensor:
         """Returns the normalized heads."""
         casts, eps = self.casts, self.eps
         # Compiled code fuses the norm with the turning that follows, which is marked: torch keeps what is between.
         if self.halfstep_recomputed and not torch.compiler.is_compiling():
-            return again(lambda x, g: layers.rms_norm(x, g, casts, eps), x_BHTK, self.weight)
-        return layers.rms_norm(x_BHTK, self.weight, casts, eps)
+            return again(lambda x, g: layers.rms_norm(x, g, casts, eps), x_BTHK, self.weight)
+        return layers.rms_norm(x_BTHK, self.weight, casts, eps)
 
 
 def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:

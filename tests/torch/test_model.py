@@ -4,10 +4,13 @@ from operator import or_
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from halfstep.config.model import ModelConfig, module_names, parameter_shapes
 from halfstep.core.policy import Policy
 from halfstep.core.roles import print_value
+from halfstep.torch import layers
 from halfstep.torch.apply import apply
 from halfstep.torch.model import Decoder
 
@@ -145,3 +148,49 @@ def test_masters_are_held_as_the_policy_says_and_rules_reach_the_modules_they_na
     assert str(model.blocks[1].mlp.up.precision.compute) == "fp32"
     assert str(model.blocks[0].mlp.up.precision.compute) == "bf16"
     assert print_value(model.lm_head.precision.operand) == "tf32"
+
+
+HEADS = {"qk_norm": "gain", "q_gain": True, "kv_heads": 2}
+
+
+def test_compiled_attention_copies_nothing_and_gets_no_gradient_that_nobody_uses():
+    model = build(replace(TINY, **HEADS), "bf16-mixed")
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    torch.compiler.reset()
+    block = torch.compile(model.blocks[0], backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
+    x = torch.randn(2, 16, 16, dtype=torch.bfloat16, requires_grad=True)
+    stream, values = block(x, x, None, (model.cos_TK, model.sin_TK))
+    stream.float().sum().backward()
+    assert values is None
+    forward, backward = ([str(node.target) for node in graph.graph.nodes] for graph in graphs)
+    assert any("attention" in target for target in forward)
+    assert [target for target in forward + backward if "clone" in target or "contiguous" in target] == []
+    assert sum("tangents" in target for target in backward) == 1
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed"])
+def test_heads_inside_tokens_have_the_bits_of_tokens_inside_heads(policy):
+    model = build(replace(TINY, **HEADS), policy)
+    attn, angles = model.blocks[0].attn, (model.cos_TK, model.sin_TK)
+    x = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(1)).to(attn.casts.compute)
+
+    def head_by_head(x):
+        q, k, v = (w(x).unflatten(-1, (-1, 4)).transpose(1, 2).contiguous() for w in (attn.q, attn.k, attn.v))
+        q, k = (layers.rotate(norm(t), *angles, attn.casts) for norm, t in ((attn.q_norm, q), (attn.k_norm, k)))
+        q = q * attn.q_gain.to(q.dtype)[:, None, None]
+        return attn.o(layers.attention(q, k, v, attn.casts).transpose(1, 2).flatten(2))
+
+    def results(function):
+        attn.zero_grad()
+        given = x.clone().requires_grad_()
+        y = function(given)
+        y.float().square().sum().backward()
+        return [y, given.grad, attn.q.weight.grad.clone(), attn.k.weight.grad.clone(), attn.v.weight.grad.clone()]
+
+    pairs = zip(results(lambda x: attn(x, None, angles)[0]), results(head_by_head), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
