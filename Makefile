@@ -45,7 +45,7 @@ FORKING := GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 prove: prove-tests prove-optimized
 	$(BIN)/python benchmarks/prove/split_all.py
 	$(BIN)/python benchmarks/prove/kills.py --steps 20
-	$(BIN)/python benchmarks/prove/job_kills.py --seconds 25
+	$(BIN)/python benchmarks/prove/job_kills.py --seconds 40
 	$(FORKING) $(BIN)/python benchmarks/prove/fuzz.py
 	$(FORKING) $(BIN)/python benchmarks/prove/fuzz.py --planted --commands 300 --files 150 --seconds 15
 	$(BIN)/python benchmarks/prove/hazards.py

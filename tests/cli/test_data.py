@@ -149,6 +149,7 @@ def test_relative_data_is_searched_in_the_current_folder(tmp_path, monkeypatch, 
         assert run([*command, *named, "--device", "cpu"]) == 0
 
 
+@pytest.mark.prove
 def test_packing_again_restores_lost_files(packed, text, tmp_path, capsys):
     assert train(packed, tmp_path / "run") == 0
     Path(packed, "train_000002.bin").unlink()

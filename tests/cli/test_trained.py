@@ -371,7 +371,8 @@ SPLIT = [
 ]
 
 
-@pytest.mark.parametrize("policy", [SPLIT[0], pytest.param(SPLIT[1], marks=pytest.mark.prove)])
+@pytest.mark.prove
+@pytest.mark.parametrize("policy", SPLIT)
 def test_what_only_training_needs_keeps_no_backend_from_evaluating(trained, capsys, policy):
     pytest.importorskip("jax")
     options = ["--policy", policy, "--backend", "jax"]

@@ -133,6 +133,7 @@ CAST = {
 }
 
 
+@pytest.mark.prove
 def test_asking_about_the_cpu_starts_no_gpu_and_loads_no_compiler(backend):
     code = (
         "import sys\n"

@@ -256,20 +256,20 @@ def test_native_and_emulated_are_the_same_numbers_where_sums_are_exact(backend, 
         assert np.array_equal(one, other)
 
 
-def test_an_island_in_bf16_is_another_number_native_and_emulated_alike(backend):
+def test_an_island_in_bf16_is_another_number_native_and_emulated_alike(slow_backend):
     x, gain = stored(samples(4, 64) * 100, BF16), samples(64, seed=1)
     q, k, v = (stored(samples(1, 2, 6, 8, seed=i), BF16) for i in range(3))
     asked = "bf16-mixed,norm=bf16,softmax=bf16,loss=bf16"
 
     def islands(policy):
-        casts = backend.casts(base_precision(Policy.parse(policy)))
-        a = backend.array if casts.emulate else lambda t: backend.as_dtype(t, BF16)
-        layers, targets = backend.layers, backend.array(np.arange(4))
+        casts = slow_backend.casts(base_precision(Policy.parse(policy)))
+        a = slow_backend.array if casts.emulate else lambda t: slow_backend.as_dtype(t, BF16)
+        layers, targets = slow_backend.layers, slow_backend.array(np.arange(4))
         return [
-            backend.named(y)
+            slow_backend.named(y)
             for y in (
-                layers.layer_norm(a(x), backend.array(gain), None, casts),
-                layers.rms_norm(a(x), backend.array(gain), casts),
+                layers.layer_norm(a(x), slow_backend.array(gain), None, casts),
+                layers.rms_norm(a(x), slow_backend.array(gain), casts),
                 layers.softmax(a(x), casts),
                 layers.cross_entropy(a(x), targets, casts),
                 layers.attention(a(q), a(k), a(v), casts),
@@ -281,7 +281,7 @@ def test_an_island_in_bf16_is_another_number_native_and_emulated_alike(backend):
     for place, ((_, one), (_, other), (_, fp32)) in enumerate(zip(native, emulated, wide, strict=True)):
         assert np.array_equal(one, stored(one, BF16))
         # In attention sums of products come in between; torch sums a bf16 loss in bf16.
-        if place < 3 or (place == 3 and backend.name != "torch"):
+        if place < 3 or (place == 3 and slow_backend.name != "torch"):
             assert np.array_equal(one, other)
         assert np.array_equal(one, fp32) == (place == 2)  # a softmax alone has bf16 in and out either way
         # inputs, statistics or weights, and the result are each within half an ulp

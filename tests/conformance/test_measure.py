@@ -50,10 +50,10 @@ def test_a_format_that_the_device_lacks_is_refused_before_anything_is_timed(back
     assert "halfstep probe" in caught.value.hint
 
 
-def test_a_block_is_timed_forward_and_backward_in_each_format(backend, monkeypatch):
-    module = backend.measure
+def test_a_block_is_timed_forward_and_backward_in_each_format(slow_backend, monkeypatch):
+    module = slow_backend.measure
     monkeypatch.setattr(module, "CPU_SHAPES", TINY)
-    random = backend.random_state()
+    random = slow_backend.random_state()
     timings = module.measure_block("cpu", [FP32, BF16], MODEL, 32, budget=1e9, clock=clock())
     blocks = [timing for timing in timings if timing.work != "matmuls"]
     assert {timing.format for timing in blocks} == {FP32, BF16}
@@ -61,7 +61,7 @@ def test_a_block_is_timed_forward_and_backward_in_each_format(backend, monkeypat
     assert (32, 16, 64) in {timing.shape for timing in blocks}
     assert {timing.format for timing in timings if timing.work == "matmuls"} == {FP32, BF16}
     assert choose(timings, {fmt: module.supported(fmt, "cpu") for fmt in (FP32, BF16, FP16)}).reason
-    assert backend.random_state() == random  # what the user draws next does not depend on it
+    assert slow_backend.random_state() == random  # what the user draws next does not depend on it
 
 
 @pytest.mark.parametrize("preset", ["fp32", "bf16-mixed", "fp16-mixed"])

@@ -35,6 +35,7 @@ def test_every_block_has_a_test():
     assert [(page, place) for page, place, _ in BLOCKS] == [(p, n) for p in NUMBERS for n in range(NUMBERS[p])]
 
 
+@pytest.mark.prove
 def test_jax(capsys):
     jnp = pytest.importorskip("jax.numpy")
     params, batch = {"w": jnp.full((4, 4), 0.01)}, jnp.ones((2, 4))

@@ -76,12 +76,13 @@ def is_short(name):
     return len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 60
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("name", "policy", "below"),
     [
         ("jax_plain", "fp16-mixed", 0.02),
-        pytest.param("flax_linen", "bf16-mixed", 0.5, marks=pytest.mark.prove),
-        pytest.param("equinox_model", "bf16-mixed; layers.2: compute=fp32", 0.01, marks=pytest.mark.prove),
+        ("flax_linen", "bf16-mixed", 0.5),
+        ("equinox_model", "bf16-mixed; layers.2: compute=fp32", 0.01),
     ],
 )
 def test_an_example_is_short_and_learns(name, policy, below, capsys):

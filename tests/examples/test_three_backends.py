@@ -3,9 +3,12 @@
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "three_backends.py"
 
 
+@pytest.mark.prove
 def test_the_table_has_every_backend_and_they_agree(capsys):
     spec = importlib.util.spec_from_file_location("three_backends", EXAMPLE)
     module = importlib.util.module_from_spec(spec)

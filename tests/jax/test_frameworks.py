@@ -146,10 +146,23 @@ def built(name):
     return params, loss_fn, make_step(loss_fn, OPTIMIZER)
 
 
+# Every framework and every policy; tests/jax/stock trains models of each framework under others.
 @pytest.mark.parametrize(
-    "policy", ["bf16-mixed", *(pytest.param(p, marks=pytest.mark.prove) for p in ("fp32", "fp16-mixed"))]
+    ("framework", "policy"),
+    [
+        ("plain", "bf16-mixed"),
+        *(
+            pytest.param(framework, policy, marks=pytest.mark.prove)
+            for framework, policy in (
+                ("linen", "bf16-mixed"),
+                ("nnx", "bf16-mixed"),
+                ("equinox", "bf16-mixed"),
+                ("plain", "fp32"),
+                ("nnx", "fp16-mixed"),
+            )
+        ),
+    ],
 )
-@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_it_learns_with_fp32_masters_and_fp32_weight_gradients(framework, policy):
     params, _, step = built(framework)
     state = init(params, OPTIMIZER, policy)

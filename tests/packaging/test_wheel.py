@@ -38,8 +38,9 @@ def wheel(tmp_path_factory):
 def environment(wheel):
     """The `bin` folder of a new virtual environment with the wheel in it."""
     folder = wheel.parent / "environment"
-    run(sys.executable, "-m", "venv", folder)
-    run(folder / "bin" / "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel)
+    run(sys.executable, "-m", "venv", "--without-pip", folder)
+    install = (sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "-q", "--no-compile")
+    run(*install, "-c", ROOT / "constraints.txt", wheel)
     return folder / "bin"
 
 

@@ -105,12 +105,13 @@ COMBINED += ["shortcut by channel", "embedding norm", "untied"]
 EVERYTHING = replace(TINY, layers=2, **reduce(or_, (SWITCHES[name] for name in COMBINED)))
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("config", "policy"),
     [
-        pytest.param(EVERYTHING, "bf16-mixed", marks=pytest.mark.prove),
+        (EVERYTHING, "bf16-mixed"),
         (replace(TINY, layers=1, norm="layer", bias=True, positions="learned"), "fp16-mixed"),
-        pytest.param(replace(TINY, layers=1), "bf16-mixed,emulate=true", marks=pytest.mark.prove),
+        (replace(TINY, layers=1), "bf16-mixed,emulate=true"),
     ],
     ids=["everything", "gpt2", "emulated"],
 )

@@ -173,7 +173,7 @@ def optimizer_of(params, *, held, moments):
     return made
 
 
-@pytest.mark.parametrize("moments", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("moments", [pytest.param(FP32, marks=pytest.mark.prove), BF16], ids=str)
 def test_the_optimizer_takes_the_kernel_and_split_masters_move_as_whole_ones(moments):
     found = []
     for held in ("whole", "split"):

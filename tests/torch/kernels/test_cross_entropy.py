@@ -376,12 +376,7 @@ def test_a_head_with_hooks_returns_its_logits_and_nobody_writes_to_them(monkeypa
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 @pytest.mark.parametrize(
     ("chunks", "compiled"),
-    [
-        (1, False),
-        (2, False),
-        pytest.param(1, True, marks=pytest.mark.prove),
-        pytest.param(2, True, marks=pytest.mark.prove),
-    ],
+    [(1, False), (2, False), pytest.param(2, True, marks=pytest.mark.prove)],
 )
 def test_a_monitor_sees_the_gradient_of_logits_that_nobody_sees_and_changes_no_bit(chunks, compiled, monkeypatch):
     from halfstep.config.load import load

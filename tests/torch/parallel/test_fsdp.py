@@ -20,7 +20,8 @@ from tests.processes import run_ranks
 from tests.torch.parallel import jobs
 from tests.torch.parallel.bounds import assert_same
 
-TABLE = [*product(("fp32", "bf16-mixed", "fp16-mixed"), jobs.OPTIMIZERS)]
+# Every optimizer in fp16, whose steps may be skipped, and ours under every policy.
+TABLE = [*product(("fp16-mixed",), jobs.OPTIMIZERS), ("fp32", "ours"), ("bf16-mixed", "ours")]
 
 
 @pytest.mark.parametrize(("policy", "optimizer"), jobs.few(TABLE, ("bf16-mixed", "ours"), ("fp16-mixed", "fused")))

@@ -44,7 +44,9 @@ def counted(policy, way):
 
 
 POLICIES = ("bf16-mixed", SPLIT, "bf16-mixed,reduce=bf16")
-TABLE = [(*row, p) for row in (("fsdp", 2), ("ddp", 2), ("ddp", 4), ("fsdp", 4), ("hybrid", 4)) for p in POLICIES]
+# With four ranks as with two, but for their number: of what is not hybrid, that with the most to send.
+TABLE = [(*row, p) for row in (("fsdp", 2), ("ddp", 2), ("hybrid", 4)) for p in POLICIES]
+TABLE += [("fsdp", 4, POLICIES[2]), ("ddp", 4, POLICIES[2])]
 
 
 def sent_around(rows, ring):

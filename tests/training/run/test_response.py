@@ -219,6 +219,7 @@ def test_a_rollback_waits_for_the_checkpoint_that_is_being_written(text, tmp_pat
     assert events_of(out, "save_failed") == []
 
 
+@pytest.mark.prove
 def test_after_a_rollback_bad_data_is_located_past_what_was_skipped(text, tmp_path):
     out, bad, seen = tmp_path / "run", range(5, 55), []
     loop = poison(start(text, out, "training.steps=100", "monitor.on=true"), bad, math.nan)
