@@ -40,6 +40,7 @@ def by_hand(kernel, bias, x, y, lr):
     return float(before), float(loss(kernel, bias)[1])
 
 
+@pytest.mark.prove
 def test_the_step_by_hand_equals_the_step_in_numpy():
     import flax.linen as nn
     import jax

@@ -44,6 +44,7 @@ def step(state, *pairs):
     return STEPS[len(pairs)](state, filled(*pairs))
 
 
+@pytest.mark.prove
 def test_histories_move_by_applied_updates_alone_and_hold_the_largest_of_the_micro_batches():
     state = started()
     assert np.array_equal(state.amaxes["up"], np.zeros((3, HISTORY)))

@@ -182,7 +182,11 @@ def test_it_learns_with_fp32_masters_and_fp32_weight_gradients(framework, policy
             assert not np.array_equal(narrow, grad), name
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+# The others take as long to trace, and are part of `make prove`.
+SOME = [n if n in ("plain", "nnx") else pytest.param(n, marks=pytest.mark.prove) for n in FRAMEWORKS]
+
+
+@pytest.mark.parametrize("framework", SOME)
 def test_rules_reach_a_module_by_its_path(framework):
     params, _, step = built(framework)
 
@@ -195,7 +199,7 @@ def test_rules_reach_a_module_by_its_path(framework):
         logits("bf16-mixed; haed: compute=fp32")
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", SOME)
 def test_a_parameter_times_an_fp32_number_does_not_promote_the_stream(framework):
     params, loss_fn, _ = built(framework)
 

@@ -53,6 +53,7 @@ def test_names_are_those_of_every_backend():
     }
 
 
+@pytest.mark.prove
 def test_a_restored_state_continues_bit_for_bit():
     one = trained(2)
     saved = {name: stored(array) for name, array in state_dict(one).items()}

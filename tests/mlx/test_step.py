@@ -267,7 +267,8 @@ def mlp():
     return model
 
 
-@pytest.mark.parametrize("policy", ["fp32", pytest.param("bf16-mixed,emulate=true", marks=pytest.mark.prove)])
+@pytest.mark.prove
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed,emulate=true"])
 def test_a_hundred_steps_with_split_masters_are_those_with_fp32_masters_bit_for_bit(policy):
     """Where the master is used whole, joined, nothing differs at all."""
     whole, split = (run(f"{policy}{held}", model=mlp(), clip_norm=1.0) for held in ("", ",param=fp32:split"))

@@ -52,12 +52,13 @@ def trained(policy, monitor, steps=2, **options):
     return step, state, losses
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("policy", "options"),
     [
         ("fp16-mixed", {}),
-        pytest.param("bf16-mixed", {"micro_batches": 2, "clip_norm": 0.1}, marks=pytest.mark.prove),
-        pytest.param("bf16-mixed", {"mesh": 1}, marks=pytest.mark.prove),
+        ("bf16-mixed", {"micro_batches": 2, "clip_norm": 0.1}),
+        ("bf16-mixed", {"mesh": 1}),
     ],
 )
 def test_no_bit_changes_and_the_step_is_compiled_once(policy, options):
@@ -141,6 +142,7 @@ def test_overflow_is_counted_at_the_layer_that_meets_it():
     assert np.isnan(asked.read()[0, 3])
 
 
+@pytest.mark.prove
 def test_lost_updates_of_narrow_masters():
     monitor, optimizer = Monitor(), optax.sgd(1e-9)
     state = halfstep.jax.init(params(), optimizer, "bf16-mixed,param=bf16")
