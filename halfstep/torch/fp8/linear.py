@@ -34,7 +34,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +52,7 @@ from halfstep.torch.tracing import compiling, traced
 
 MULTIPLE = 16  # of elements: what the sizes of a native fp8 matmul must be
 CODES = 2**28  # of a gradient, at most so many exist at a time in each layout
+SHARED = "halfstep_codes"  # an attribute of an activation
 TILE = 128  # rows that a matmul's kernels take at a time, or a divisor of that
 
 
@@ -184,7 +185,8 @@ class Narrow(torch.autograd.Function):
         ctx.casts, ctx.compiled, ctx.delayed = casts, compiled, history is not None
         with traced(compiled):
             rows = rows_of(x)
-            y, kept = output(padded(rows, casts), values, bias, history, casts, rows.shape[0])
+            known = shared_codes(x, casts)
+            y, kept = output(padded(rows, casts), values, bias, history, casts, rows.shape[0], known=known)
             ctx.save_for_backward(*kept)
         return y.view(*x.shape[:-1], values.shape[0]).detach()  # no view to autograd, as in matmul.py
 
@@ -208,26 +210,43 @@ def output(
     casts: Casts,
     tokens: int,
     amax: Tensor | None = None,
+    known: Lowered | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Returns x W^T + b of the first `tokens` of x, whose rows are padded, and what `gradients` needs of it.
 
-    `amax` is that of a larger tensor which x is a part of, if it is scaled as that.
+    `amax` is that of a larger tensor which x is a part of, if it is scaled as that; `known` is the cast of x, if
+    it was made.
     """
     p = casts.precision
     # 1. Operands in compute, and the amax that scales each, from earlier updates if they are delayed.
     w, past = in_compute(values, casts), None if history is None else history.amax(dim=1)
-    x_amax, x_now = _amax(rows, p.operand, past, 0)
+    x_amax, x_now = (amax, amax) if known or amax is not None else _amax(rows, p.operand, past, 0)
     w_amax, w_now = _amax(w, p.operand, past, 1)
     # 2. The casts, and the product.
-    a = lower(rows, p.operand, casts, x_amax if amax is None else amax)
-    b = lower(w, p.operand, casts, w_amax)
+    a, b = known or lower(rows, p.operand, casts, x_amax), lower(w, p.operand, casts, w_amax)
     added = None if bias is None else in_compute(bias, casts)
     y = product(_first(a, tokens), b, p.compute, casts.compute, casts, bias=added, fast=casts.fast)
     # 3. For the backward pass: x as codes, or as it came if each row has a scale; scales and amaxes.
     scales = [a.inv_scale, w_amax] if has_one_scale(p.operand) else []
-    amaxes = [] if past is None else [past, torch.stack([x_now, w_now])]
+    amaxes = [] if past is None else [past, torch.stack([cast(Tensor, x_now), w_now])]
     kept = [rows if _has_row_scales(p.operand) else a.values, values, *scales, *amaxes]
     return y, kept  # type: ignore[return-value]
+
+
+def shared_codes(x: Tensor, casts: Casts) -> Lowered | None:
+    """Returns the cast of an activation that several layers have as input, such as queries, keys and values.
+
+    It is kept with the activation, for as long as that exists. Compiled code shares casts by itself.
+    """
+    operand = casts.precision.operand
+    shares = has_one_scale(operand) and not casts.delayed and not casts.emulate
+    if compiling() or not shares or x.grad_fn is None:
+        return None
+    found = x.__dict__.get(SHARED)
+    if found is None or found[0] != (operand.format, x._version):
+        found = (operand.format, x._version), lower(padded(rows_of(x), casts), operand, casts)
+        setattr(x, SHARED, found)
+    return found[1]  # type: ignore[no-any-return]
 
 
 def gradients(
@@ -265,7 +284,7 @@ def gradients(
     if now is not None:
         amaxes = torch.cat([now, _times(g_now, None if factor is None else factor.abs()).reshape(1)])
 
-    def cast(part: Tensor) -> Lowered:
+    def cast_part(part: Tensor) -> Lowered:
         if not narrow:
             return lower(part, operand, casts)
         amax = amax_of(part, operand) if g_amax is None else g_amax
@@ -278,7 +297,7 @@ def gradients(
 
     # 3. Its codes: of all of it, or of a part at a time if they are many. A factor is undone with a scale.
     parts, others = (-(-g.numel() // CODES), None) if narrow else (1, factor)
-    whole = cast(g) if parts == 1 else None
+    whole = cast_part(g) if parts == 1 else None
     # 4. grad_input = g W, some tokens at a time.
     if needs[0]:
         b = lower(in_compute(values, casts).t(), p.operand, casts, w_amax)
@@ -287,7 +306,7 @@ def gradients(
         if whole is not None:
             grad_input = multiply(_first(whole, tokens))
         else:
-            grad_input = torch.cat([multiply(cast(part)) for part in _split(g[:tokens], parts)])
+            grad_input = torch.cat([multiply(cast_part(part)) for part in _split(g[:tokens], parts)])
     # 5. grad_weight = g^T x, both transposed, some outputs at a time.
     if needs[1]:
         x_t = _transposed(Lowered(kept, x_inv), kept, p.operand, casts)
@@ -296,7 +315,7 @@ def gradients(
         if whole is not None:
             grad_weight = multiply(_transposed(whole, g, operand, casts, factor))
         else:
-            grad_weight = torch.cat([multiply(cast(part)) for part in _split(g.t(), parts)])
+            grad_weight = torch.cat([multiply(cast_part(part)) for part in _split(g.t(), parts)])
     return grad_input, grad_weight, grad_bias, amaxes
 
 

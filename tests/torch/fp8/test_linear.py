@@ -223,6 +223,32 @@ def test_scales_of_rows_may_come_after_the_sum_and_x_is_kept_as_codes_where_it_c
     assert (torch.bfloat16, 32 * 48) in kept(ROWS)
 
 
+def test_layers_that_share_an_activation_share_its_codes_until_somebody_writes_to_it():
+    def run(*inputs):
+        kept = []
+        keep = lambda t: (kept.append(t) if t.dtype == torch.float8_e4m3fn else None, t)[1]  # noqa: E731
+        weights = [draw(16, 32, seed=seed).requires_grad_() for seed in (1, 2)]
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            ys = [linear(x, w, None, CASTS) for x, w in zip(inputs, weights, strict=True)]
+        sum(y.float().square().sum() for y in ys).backward()
+        return kept, [*(y.detach() for y in ys), *(w.grad for w in weights)]
+
+    leaf = draw(2, 9, 32).bfloat16().requires_grad_()
+    x = leaf * 2
+    (one, other), shared = run(x, x)
+    assert one.data_ptr() == other.data_ptr()
+    (one, other), apart = run(leaf * 2, leaf * 2)
+    assert one.data_ptr() != other.data_ptr()
+    assert same(shared, apart)
+    x = leaf * 2
+    first = linear(x, draw(16, 32, seed=1), None, CASTS)
+    x.mul_(3.0)
+    assert torch.equal(
+        linear(x, draw(16, 32, seed=1), None, CASTS), linear(x.clone(), draw(16, 32, seed=1), None, CASTS)
+    )
+    assert not torch.equal(linear(x, draw(16, 32, seed=1), None, CASTS), first)
+
+
 @pytest.mark.parametrize("policy", policies(FP8, ROWS))
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17])
 def test_tokens_that_fill_no_sixteen_are_as_many_zeros_more(policy, tokens):
