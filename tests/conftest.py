@@ -15,6 +15,9 @@ import pytest
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NPROC"):
     os.environ.setdefault(_name, "1")
 
+# Nothing is timed or kept outside of a test's own folder.
+os.environ["HALFSTEP_CACHE"] = "off"
+
 # JAX tests spend most of their time in XLA's compiler. These flags cut that to a third or less. They change how
 # loops are written and what LLVM does, not what is computed.
 _FLAGS = ["xla_backend_optimization_level=0", "xla_llvm_disable_expensive_passes=true"]

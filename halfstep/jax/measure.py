@@ -22,7 +22,9 @@ from jax import Array, lax
 from numpy.typing import NDArray
 
 from halfstep.config.model import ModelConfig, parameter_shapes
+from halfstep.core import host
 from halfstep.core.choice import ROUNDS, Shape, Timing
+from halfstep.core.choice.timings import KeptTimer
 from halfstep.core.formats import BF16, E4M3, FP32, TF32, Format, parse
 from halfstep.core.ladder import MARGIN, Clock, Run, climb
 from halfstep.core.measure import BUDGET, FORMATS, MATMUL_SHARE, block_limits, time_blocks
@@ -139,6 +141,12 @@ class Product:
         """The numbers in its weight."""
         return math.prod(self.matrix)
 
+    @property
+    def place(self) -> str:
+        """The device, in words that hold in another process."""
+        threads = f", {host.threads()} threads" if self.device.platform == "cpu" else ""
+        return f"{describe(self.device).name}{threads}"
+
 
 def time_product(
     work: Product, precisions: Sequence[Precision], *, clock: Clock = time.perf_counter
@@ -156,6 +164,10 @@ def time_product(
             run(count)
             seconds.append((clock() - begun) / count)
     return [median(seconds) for seconds in taken]
+
+
+time_product_once = KeptTimer(time_product, "jax", version)
+"""The same, unless an earlier run on this machine has timed the product."""
 
 
 class _Bench:

@@ -37,7 +37,7 @@ from halfstep.jax.dtypes import dtype_of
 from halfstep.jax.fp8 import PREFIX, empty, in_use, moved
 from halfstep.jax.functions.interpret import cast_inside, checked
 from halfstep.jax.layers import COMPILER_OPTIONS
-from halfstep.jax.measure import Product, time_product
+from halfstep.jax.measure import Product, time_product_once
 from halfstep.jax.observe.gradient import describer, watched_gradient
 from halfstep.jax.observe.monitor import SAMPLE, Monitor, first_rows, update_sums
 from halfstep.jax.observe.taps import merged
@@ -322,7 +322,9 @@ class Step:
         check_state(state)
         return self._look(self._reach, state, batch, rng)
 
-    def measure(self, state: State, batch: Any, rng: Any = None, *, timer: Timer[Product] = time_product) -> State:
+    def measure(
+        self, state: State, batch: Any, rng: Any = None, *, timer: Timer[Product] = time_product_once
+    ) -> State:
         """Times the matmuls that rules call `measured` (`compute=e4m3:measured`), unless the state has the answer.
 
         The first step does this by itself. A step inside another jit or scan cannot: call it before. The returned

@@ -48,7 +48,7 @@ from halfstep.torch.convert.plan import Change, Originals, Plan, change_of, give
 from halfstep.torch.dtypes import DTYPES, FLOATS, dtype_of, home, supported
 from halfstep.torch.fp8.delayed import Amaxes
 from halfstep.torch.layers import Layer
-from halfstep.torch.measure import LayerWork, time_layer
+from halfstep.torch.measure import LayerWork, time_layer_once
 from halfstep.torch.model import LEAN_CHUNKS
 from halfstep.torch.split.holder import Holder
 from halfstep.torch.split.parameter import make_split, make_whole
@@ -93,7 +93,7 @@ def apply(
     *,
     tokens: int = TOKENS,
     compiled: bool = True,
-    timer: Timer[LayerWork] = time_layer,
+    timer: Timer[LayerWork] = time_layer_once,
     split: bool = True,
     memory: str = "fast",
 ) -> Applied:

@@ -24,6 +24,7 @@ from torch.nn import functional
 from halfstep.config.model import ModelConfig
 from halfstep.core import measure as shared
 from halfstep.core.choice import Shape, Timing
+from halfstep.core.choice.timings import KeptTimer
 from halfstep.core.formats import E4M3, FP32, TF32, Format, parse
 from halfstep.core.ladder import Clock, Run, climb
 from halfstep.core.measure import ACCELERATOR_SHAPES, BUDGET, CPU_SHAPES, FORMATS
@@ -122,6 +123,12 @@ class LayerWork:
         """The numbers in its weight."""
         return self.inputs * self.outputs
 
+    @property
+    def place(self) -> str:
+        """The device, in words that hold in another process."""
+        threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
+        return f"{describe(self.device).name}{threads}"
+
 
 def time_layer(
     work: LayerWork, precisions: Sequence[Precision], *, clock: Clock = time.perf_counter
@@ -150,6 +157,10 @@ def time_layer(
     if work.device.type == "cuda":
         torch.cuda.empty_cache()  # the model needs blocks of other sizes
     return [median(seconds) for seconds in taken]
+
+
+time_layer_once = KeptTimer(time_layer, "torch", version)
+"""The same, unless an earlier run on this machine has timed the layer."""
 
 
 class _Bench:

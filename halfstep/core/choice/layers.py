@@ -3,7 +3,8 @@
 An fp8 matmul takes about half the time of a bf16 one, but its casts and transposed copies take time too. So each
 layer that a rule names is timed, forward and backward, by its size, in both precisions, and the whole layer stays
 wide if it is not faster by WORTH. The sizes in which a model works most are timed first; what is not timed within
-BUDGET seconds, or does not fit into memory, stays wide too. Emulated layers are not timed.
+BUDGET seconds, or does not fit into memory, stays wide too. Emulated layers are not timed. What an earlier run has
+timed on this machine is not timed again (timings.py).
 
 A backend says which layers there are and times one of them; the rest is here.
 """
@@ -12,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from halfstep.core.ladder import Clock
@@ -23,7 +25,7 @@ WORTH = 1.02  # how many times faster a narrow layer must be: timings of the sam
 
 
 class Work(Protocol):
-    """A layer to time, as a backend describes it: equal ones are timed once."""
+    """A layer to time, as a dataclass of a backend describes it: equal ones are timed once."""
 
     @property
     def tokens(self) -> int: ...  # noqa: D102
@@ -31,6 +33,8 @@ class Work(Protocol):
     def amount(self) -> int: ...  # noqa: D102  # of numbers in its weight
     @property
     def compiled(self) -> bool: ...  # noqa: D102
+    @property
+    def place(self) -> str: ...  # noqa: D102  # its device, in words that hold in another process
     def __hash__(self) -> int: ...
 
 
@@ -38,6 +42,14 @@ W = TypeVar("W", bound=Work)
 
 # (a layer, its two precisions: wide and narrow) -> seconds of a training pass in each
 Timer = Callable[[W, Sequence[Precision]], list[float]]
+
+
+class Earlier(list[float]):
+    """Seconds that an earlier run has measured, from a file."""
+
+    def __init__(self, seconds: Sequence[float], path: Path):
+        super().__init__(seconds)
+        self.path = path
 
 
 @dataclass(frozen=True)
@@ -116,7 +128,7 @@ def measure_layers(
     if not amounts:
         return NO_LAYERS
     start = clock()
-    times: dict[tuple[W, Precision], tuple[float, float] | str] = {}
+    times: dict[tuple[W, Precision], list[float] | str] = {}
     for (work, precision), _ in amounts.most_common():
         late = clock() - start >= BUDGET
         times[work, precision] = (
@@ -124,7 +136,8 @@ def measure_layers(
         )
     verdicts = {name: _verdict([times[key] for key in keys], keys[0][1]) for name, keys in works.items()}
     narrow = {name: faster for name, (faster, _) in verdicts.items()}
-    here = _outcome(narrow, list(amounts), clock() - start)
+    earlier = [seconds for seconds in times.values() if isinstance(seconds, Earlier)]
+    here = _outcome(narrow, list(amounts), clock() - start, earlier)
     return Measured(narrow, {name: note for name, (_, note) in verdicts.items()}, here)
 
 
@@ -135,17 +148,16 @@ def narrow_formats(precision: Precision) -> str:
 
 def _timed(
     timer: Timer[W], work: W, precision: Precision, ran_out: Callable[[BaseException], bool]
-) -> tuple[float, float] | str:
+) -> list[float] | str:
     try:
-        wide, narrow = timer(work, (precision.widened(), precision))
+        return timer(work, (precision.widened(), precision))
     except (MemoryError, RuntimeError) as error:  # of a kernel, or of the compiler
         if ran_out(error):
             return f"not timed: {work.tokens} tokens take more memory than there is"
         return f"not timed: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
-    return wide, narrow
 
 
-def _verdict(times: Sequence[tuple[float, float] | str], precision: Precision) -> tuple[bool, str]:
+def _verdict(times: Sequence[list[float] | str], precision: Precision) -> tuple[bool, str]:
     failures = [failure for failure in times if isinstance(failure, str)]
     if failures:
         return False, f"{failures[0]}, so it stays {precision.compute}"
@@ -154,12 +166,17 @@ def _verdict(times: Sequence[tuple[float, float] | str], precision: Precision) -
     return narrow * WORTH <= wide, f"measured: {first}, {wide * 1e3:.3g} ms in {precision.compute}"
 
 
-def _outcome(narrow: Mapping[str, bool], keys: Sequence[tuple[Any, Precision]], seconds: float) -> str:
+def _outcome(
+    narrow: Mapping[str, bool], keys: Sequence[tuple[Any, Precision]], seconds: float, earlier: Sequence[Earlier]
+) -> str:
     work, precision = keys[0]
     formats, wide = narrow_formats(precision), precision.compute
     count, total = sum(narrow.values()), len(narrow)
     form = "compiled" if work.compiled else "eager"
-    how = f"{len(keys)} sizes timed {form} in {seconds:.1f} s of at most {BUDGET:g} s, at {work.tokens} tokens"
+    taken = "" if len(earlier) == len(keys) else f" in {seconds:.1f} s of at most {BUDGET:g} s"
+    how = f"{len(keys)} sizes timed {form}{taken}, at {work.tokens} tokens"
+    if earlier:
+        how += f", {'all' if not taken else len(earlier)} of them by an earlier run: {earlier[0].path}"
     if count == total:
         return f"all {total} matmuls that rules name are faster in {formats} than in {wide} ({how})"
     if count == 0:

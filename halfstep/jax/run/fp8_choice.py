@@ -23,7 +23,7 @@ from halfstep.jax.apply import Applied, Leaves
 from halfstep.jax.functions.interpret import Interpreter, cast_inside
 from halfstep.jax.functions.lazy import Owner
 from halfstep.jax.lowering import Casts
-from halfstep.jax.measure import Product, time_product
+from halfstep.jax.measure import Product, time_product_once
 from halfstep.jax.memory import ran_out
 
 Products = dict[str, list[tuple[Product, Precision]]]
@@ -38,7 +38,7 @@ def first_choice(policy: Policy) -> Measured | None:
 
 
 def measure_products(
-    found: Products, *, timer: Timer[Product] = time_product, clock: Clock = time.perf_counter
+    found: Products, *, timer: Timer[Product] = time_product_once, clock: Clock = time.perf_counter
 ) -> Measured:
     """Times the products of each module."""
     if jax.process_count() > 1:

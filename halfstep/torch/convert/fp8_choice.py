@@ -24,7 +24,7 @@ from halfstep.torch.dtypes import ROWS_INTO_FP32, dtype_of, product_failure
 from halfstep.torch.fp8.delayed import Amaxes
 from halfstep.torch.fp8.linear import MULTIPLE
 from halfstep.torch.layers import Matmul, casts_of
-from halfstep.torch.measure import LayerWork, time_layer
+from halfstep.torch.measure import LayerWork, time_layer_once
 from halfstep.torch.memory import ran_out
 from halfstep.torch.model import Head
 
@@ -70,7 +70,7 @@ def measure_all(
     *,
     compiled: bool = True,
     chunks: int = 1,
-    timer: Timer[LayerWork] = time_layer,
+    timer: Timer[LayerWork] = time_layer_once,
     clock: Clock = time.perf_counter,
 ) -> Measured | None:
     """Times every layer whose rule says `measured`, size by size, compiled or not; None if no rule does.
