@@ -40,6 +40,7 @@ from halfstep.core.refusal import EMULATE, check_formats, check_named, check_rea
 from halfstep.core.roles import Param, Value, print_value
 from halfstep.core.rules import Resolved
 from halfstep.torch.cast import carried, split
+from halfstep.torch.compile_cache import keep_compiled
 from halfstep.torch.convert import causal, fp8_choice, lean, plan
 from halfstep.torch.convert.causal import Attention
 from halfstep.torch.convert.known_packages import routers, with_routers
@@ -104,6 +105,7 @@ def apply(
     """
     plan.check_model(model, empty=not split)
     lean.check_memory(memory, model)
+    keep_compiled()
     parameters, plans = trainable(model), plans_of(model)
     ruled, roles, masters, kept_whole = check_policy(model, policy, names, plans, empty=not split)
     base = base_precision(policy)

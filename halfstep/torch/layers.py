@@ -39,10 +39,11 @@ from halfstep.core.policy import Policy, as_policy
 from halfstep.core.precision import Precision, base_precision
 from halfstep.core.refusal import named_format
 from halfstep.torch import losses
+from halfstep.torch.compile_cache import put_in_graph
 from halfstep.torch.dtypes import FLOATS, dtype_of, format_of
 from halfstep.torch.fp8.delayed import History
-from halfstep.torch.fp8.linear import Narrow, in_graph, narrow_linear
-from halfstep.torch.fp8.loss import KNOWN, NarrowLoss, narrow_losses
+from halfstep.torch.fp8.linear import NAMED, in_graph, narrow_linear
+from halfstep.torch.fp8.loss import loss_in_graph, narrow_losses
 from halfstep.torch.lowering import (
     Casts,
     autocast_error,
@@ -89,8 +90,9 @@ def casts_of(precision: Precision) -> Casts:
     )
     if not precision.narrow:
         return casts
-    KNOWN[str(precision)] = casts = replace(casts, words=str(precision))
-    return replace(casts, in_graph=in_graph(casts, Narrow), loss_in_graph=in_graph(casts, NarrowLoss))
+    put_in_graph(in_graph, loss_in_graph)
+    NAMED[str(precision)] = casts = replace(casts, words=str(precision))
+    return casts
 
 
 def casts_for(policy: Policy | str) -> Casts:

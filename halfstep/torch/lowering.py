@@ -13,7 +13,7 @@ that hardware would store in the format is rounded by the reference cast, and so
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -46,12 +46,7 @@ class Casts(lowering.Casts[torch.dtype]):
     fast: bool  # forward matmuls of narrow operands may sum in less than fp32
     delayed: bool  # some operands are scaled by amaxes of earlier updates
     wide: "Casts | None"  # of narrow operands: the same layer with operands in compute
-    # Of narrow operands: the three matmuls, and those with a loss, in the form that dynamo puts into its graph
-    # (fp8/), and the precision in words, by which it tells one such function from another: to dynamo, functions of
-    # the same code are the same function.
-    in_graph: Callable[..., Tensor] | None = field(default=None, repr=False, compare=False)
-    loss_in_graph: Callable[..., tuple[Tensor, Tensor]] | None = field(default=None, repr=False, compare=False)
-    words: str = ""
+    words: str = ""  # of narrow operands: the precision, by which dynamo's graph names it (fp8/linear.py)
 
 
 def bypass_mode(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -26,7 +26,7 @@ LAYERS = [
 # The order of the rooms (modules and sub-packages) inside a package: a room may import those before it, and those
 # on its own line as long as files form no cycle. A room that is not listed is an error: a new one needs a place.
 BACKEND_ROOMS = [
-    {"dtypes", "memory", "shards", "tracing"},
+    {"compile_cache", "dtypes", "memory", "shards", "tracing"},
     {"cast"},
     {"split", "kernels"},
     {"lowering"},
@@ -74,6 +74,7 @@ BACKENDS = ("torch", "jax", "mlx")
 ABSENT_ROOMS = {
     "split": "torch alone: autograd must know that half of a split master has an fp32 gradient",
     "tracing": "torch alone: code that dynamo takes as it is asks whether it is being compiled",
+    "compile_cache": "torch alone: JAX's own cache has whole programs, and MLX keeps none",
     "fp8": "torch, JAX: the hardware's own fp8 matmul, and amaxes of earlier updates; MLX emulates",
     "kernels": "torch alone: JAX compiles a whole step, and MLX has no such kernels yet",
     "recompute": "torch alone: JAX keeps by a policy of its own, and MLX cannot",

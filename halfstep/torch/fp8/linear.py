@@ -32,7 +32,7 @@
    numbers are exact in the wide format, which multiplies them; the scale is undone after the sum.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -74,9 +74,8 @@ def narrow_linear(
         added = None if bias is None else bias.detach()
         return apply_linear(x, values, owner, added, bias, casts.wide)
     refuse_transforms(*NARROW_ONCE)
-    assert casts.in_graph is not None
     past = amaxes_of(history, casts, trained=x.requires_grad or owner.requires_grad)
-    return casts.in_graph(casts.words, x, values, owner, bias, *past, compiling())
+    return in_graph(casts.words, x, values, owner, bias, *past, compiling())
 
 
 def amaxes_of(history: History | None, casts: Casts, *, trained: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -86,13 +85,13 @@ def amaxes_of(history: History | None, casts: Casts, *, trained: bool) -> tuple[
     return history.amaxes, history.probe if trained else history.probe.detach()  # no backward pass will come
 
 
-def in_graph(casts: Casts, function: Any) -> Callable[..., Any]:
-    """Returns an autograd function as one for dynamo's graph: to interpret it in every layer takes long."""
+NAMED: dict[str, Casts] = {}
+"""By the precision in words, which is all that graphs and custom operations know of it (`layers.casts_of`)."""
 
-    def call(words: str, *given: Any) -> Any:
-        return function.apply(*given, casts)
 
-    return torch.compiler.allow_in_graph(call)
+def in_graph(words: str, *given: Any) -> Tensor:
+    """The three matmuls as one function for dynamo's graph: to interpret it in every layer takes long."""
+    return Narrow.apply(*given, NAMED[words])  # type: ignore[no-any-return]
 
 
 # --- an operand, and the product of two

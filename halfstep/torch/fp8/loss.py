@@ -22,7 +22,7 @@ from torch import Tensor
 
 from halfstep.torch.cast import amax_of
 from halfstep.torch.fp8.delayed import History
-from halfstep.torch.fp8.linear import amaxes_of, gradients, has_one_scale, narrow_linear, output, padded
+from halfstep.torch.fp8.linear import NAMED, amaxes_of, gradients, has_one_scale, narrow_linear, output, padded
 from halfstep.torch.losses import (
     ONCE,
     SCALES,
@@ -48,14 +48,14 @@ def narrow_losses(
     if not (torch.is_grad_enabled() and any(needs)):
         logits = rows_of(narrow_linear(x, values, owner, bias, casts, history))
         return row_losses(logits, targets, logits.shape[1], *terms)[0].sum(), None
-    assert casts.loss_in_graph is not None
     given = (x, values, owner, bias, *amaxes_of(history, casts, trained=True), compiling())
     chunks = 1 if casts.delayed else chunks
-    return casts.loss_in_graph(f"loss {casts.words}", *given, targets, *terms, chunks, *needs, size)
+    return loss_in_graph(casts.words, *given, targets, *terms, chunks, *needs, size)
 
 
-# By their words: an operation that is opaque to compilers takes no other arguments than tensors, numbers and text.
-KNOWN: dict[str, Casts] = {}
+def loss_in_graph(words: str, *given: Any) -> tuple[Tensor, Tensor]:
+    """The loss as one function for dynamo's graph, as linear.in_graph."""
+    return NarrowLoss.apply(*given, NAMED[words])  # type: ignore[no-any-return]
 
 
 @torch.library.custom_op("halfstep::narrow_cross_entropy", mutates_args=())
@@ -64,7 +64,7 @@ def chunk_gradients(
     ignored: int, smoothing: float, cap: float, z_loss: float, factor: float, size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """As losses.linear_gradients, of a layer with narrow operands."""
-    casts, width = KNOWN[words], values.shape[0]
+    casts, width = NAMED[words], values.shape[0]
     operand = casts.precision.operand
     amax = amax_of(rows, operand) if has_one_scale(operand) else None
     total, grad_input, *sums, sample = empty_gradients(rows, values, targets, chunks, needs, width, size)

@@ -35,6 +35,7 @@ from halfstep.torch.functions.table import TABLE, VIEWS
 from halfstep.torch.lowering import Casts
 from halfstep.torch.split.parameter import HalfOfSplitMaster
 
+SPLIT = Tensor.split
 PLAIN = (Tensor, nn.Parameter, nn.Buffer, HalfOfSplitMaster)
 # Classes of arguments that are no split parameter.
 NEVER_SPLIT = frozenset((Tensor, int, float, bool, str, slice, tuple, list, torch.Size, torch.dtype, type(None)))
@@ -58,6 +59,8 @@ class PolicyMode(TorchFunctionMode):
             # Hundreds of times per micro-batch: a view of an activation, or a function that no policy is about.
             half = self.has_split and ("input" in (kwargs or ()) or not NEVER_SPLIT.issuperset(map(type, args)))
             if not half and not WATCHERS:
+                if func is SPLIT:  # in the form that torch's cache of compiled graphs knows
+                    return args[0].split(*args[1:], **(kwargs or {}))
                 return func(*args, **kwargs) if kwargs else func(*args)
             entry = VIEWS.get(func) if half else None
         kwargs = kwargs or {}
