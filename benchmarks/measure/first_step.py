@@ -1,12 +1,13 @@
-"""How long until the first step is done, with a cold and a warm cache, and how long later ones take.
+"""How long until the first step is done, with a cold and a warm cache and resumed, and how long later ones take.
 
     python benchmarks/measure/first_step.py --size 124M|1.3B [--arms autocast bf16 bf16-block fp8] [--steps 20]
-        [--cold]
+                                            [--kinds cold warm resumed]
 
-Every arm runs twice, each time in a process of its own: first with an empty folder for what torch compiles and
-tunes, then, without `--cold`, with what the first left there. A process reports the seconds from its start to the
-end of the first step, those of `prepare` alone (which times layers for fp8), of a later step (the median), how
-many graphs were compiled, and the peak of memory.
+Every arm runs three times, each in a process of its own: cold with an empty folder for what torch compiles and
+tunes and what halfstep times, warm with what the first left there, and resumed, which also loads the state that
+the first saved. A process reports the seconds from its start to the end of the first step, those of `prepare`
+alone (which times layers for fp8) and of loading, of a later step (the median), how many graphs there were and how
+many of them torch's cache of autograd's graphs had, and the peak of memory. `--size tiny --device cpu` tries it.
 
     autocast      torch.autocast in bf16, torch.compile, fused AdamW: the same model, without halfstep
     bf16          halfstep, bf16-mixed with split masters, the whole model compiled
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -45,42 +47,47 @@ SPLIT = "bf16-mixed,param=fp32:split"
 POLICIES = {"bf16": SPLIT, "bf16-block": SPLIT, "bf16-lean": SPLIT, "fp8": "fp8-mixed,param=fp32:split"}
 ARMS = ("autocast", *POLICIES)
 GIVEN = ("layers", "width", "heads", "vocabulary", "context")
+KINDS = ("cold", "warm", "resumed")
 
 
 def main() -> None:
-    """Runs every arm, cold and warm, and prints a table."""
+    """Runs every arm, cold, warm and resumed, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="124M")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--steps", type=int, default=20, help="later steps that are timed")
-    parser.add_argument("--cold", action="store_true", help="leave the runs with a warm cache out")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="the first of them finds nothing")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--one", choices=ARMS, help=argparse.SUPPRESS)
+    parser.add_argument("--save", help=argparse.SUPPRESS)
+    parser.add_argument("--load", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         print(json.dumps(run(options)))
         return
-    times = f"{'first step, s':>15}{'prepare, s':>12}{'step, ms':>10}"
-    print(f"{'arm':12}{'cache':>6}{times}{'graphs':>8}{'MiB':>8}{'loss':>9}")
+    times = f"{'first step, s':>15}{'prepare, s':>12}{'load, s':>9}{'step, ms':>10}"
+    print(f"{'arm':12}{'cache':>8}{times}{'graphs':>8}{'kept':>6}{'MiB':>8}{'loss':>9}")
     for arm in options.arms:
         with tempfile.TemporaryDirectory() as cache:
-            for kind in ("cold",) if options.cold else ("cold", "warm"):
-                row = in_process(arm, options, Path(cache))
-                times = f"{row['first']:15.1f}{row['prepare']:12.1f}{row['step'] * 1000:10.1f}"
-                print(
-                    f"{arm:12}{kind:>6}{times}{row['graphs']:8.0f}{row['memory'] / 2**20:8,.0f}{row['loss']:9.4f}",
-                    flush=True,
-                )
+            for kind in options.kinds:
+                verb = "--load" if kind == "resumed" else "--save"
+                wanted = kind == "resumed" or (kind == options.kinds[0] and "resumed" in options.kinds)
+                state = [verb, f"{cache}/state.pt"] if wanted else []
+                row = in_process(arm, options, Path(cache), more=state)
+                times = f"{row['first']:15.1f}{row['prepare']:12.1f}{row['load']:9.1f}{row['step'] * 1000:10.1f}"
+                counts = f"{row['graphs']:8.0f}{row['kept']:6.0f}{row['memory'] / 2**20:8,.0f}"
+                print(f"{arm:12}{kind:>8}{times}{counts}{row['loss']:9.4f}", flush=True)
 
 
 def in_process(
-    arm: str, options: argparse.Namespace, cache: Path, seconds: float | None = None
+    arm: str, options: argparse.Namespace, cache: Path, seconds: float | None = None, more: Sequence[str] = ()
 ) -> dict[str, float]:
     """Runs an arm in a new process whose caches are in a folder, for at most so many seconds."""
-    folders = {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
+    folders = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "HALFSTEP_CACHE": "halfstep"}
+    folders = {name: str(cache / folder) for name, folder in folders.items()}
     given = ["--size", options.size, "--steps", str(options.steps), "--device", options.device, "--one", arm]
     made = subprocess.run(
-        [sys.executable, __file__, *given],
+        [sys.executable, __file__, *given, *more],
         env={**os.environ, **folders},
         stdout=subprocess.PIPE,
         text=True,
@@ -101,8 +108,12 @@ def run(options: argparse.Namespace) -> dict[str, float]:
     torch.manual_seed(0)
     model = GPT2(**{name: getattr(size, name) for name in GIVEN}).to(device)
     before = time.perf_counter()
-    update = under_autocast(model) if options.one == "autocast" else by_halfstep(model, options.one, size)
+    make = under_autocast if options.one == "autocast" else by_halfstep
+    update, saved, load = make(model, options.one, size)
     prepared = time.perf_counter() - before
+    if options.load:
+        load(torch.load(options.load, mmap=True))
+    loaded = time.perf_counter() - before - prepared
     seconds: list[float] = []
     for _ in range(options.steps + 2):
         tokens = torch.randint(size.vocabulary, (size.batch, size.context + 1)).to(device)
@@ -112,12 +123,15 @@ def run(options: argparse.Namespace) -> dict[str, float]:
         if len(seconds) == 1:
             first = time.perf_counter() - START
     memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    times = {"first": first, "prepare": prepared, "step": median(seconds[2:])}
-    return {**times, "graphs": counters["stats"]["unique_graphs"], "memory": memory, "loss": loss}
+    if options.save:
+        torch.save(saved(), options.save)
+    times = {"first": first, "prepare": prepared, "load": loaded, "step": median(seconds[2:])}
+    counts = {"graphs": counters["stats"]["unique_graphs"], "kept": counters["aot_autograd"]["autograd_cache_hit"]}
+    return {**times, **counts, "memory": memory, "loss": loss}
 
 
-def under_autocast(model: Any) -> Any:
-    """Returns an update as most recipes write it, without halfstep."""
+def under_autocast(model: Any, _: str, __: Size) -> Any:
+    """Returns an update as most recipes write it, without halfstep; what saves its state; what loads it."""
     import torch
 
     forward, optimizer = torch.compile(model), torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -132,11 +146,15 @@ def under_autocast(model: Any) -> Any:
         optimizer.zero_grad()
         return loss
 
-    return update
+    def load(state: Any) -> None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    return update, lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, load
 
 
 def by_halfstep(model: Any, arm: str, size: Size) -> Any:
-    """Returns an update by halfstep, compiled as a whole or block by block."""
+    """Returns the same by halfstep, compiled as a whole or block by block."""
     import torch
 
     from halfstep.torch import AdamW, prepare
@@ -150,7 +168,7 @@ def by_halfstep(model: Any, arm: str, size: Size) -> Any:
             block.compile()
     else:
         forward = torch.compile(model)
-    return lambda batch: run.step(lambda pair: forward(*pair), [batch]).loss
+    return lambda batch: run.step(lambda pair: forward(*pair), [batch]).loss, run.state_dict, run.load_state_dict
 
 
 if __name__ == "__main__":

@@ -77,9 +77,10 @@ def test_the_kernel_of_the_loss_does_not_prevent_it(key_of, monkeypatch):
 
 def test_other_code_of_ours_has_another_key(key_of, monkeypatch):
     before = key_of("bf16-mixed")
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "theirs")
     monkeypatch.setattr(compile_cache, "code_digest", lambda backend: "other")
-    assert key_of("bf16-mixed") != before
-    assert torch.compiler.config.cache_key_tag == "theirs halfstep-other"
-    compile_cache.keep_compiled()
-    assert torch.compiler.config.cache_key_tag == "theirs halfstep-other"
+    with torch.compiler.config.patch(cache_key_tag="theirs"):
+        theirs = key_of("bf16-mixed")
+        compile_cache.keep_compiled()  # adds nothing the second time
+        assert torch.compiler.config.cache_key_tag == "theirs halfstep-other"
+    with torch.compiler.config.patch(cache_key_tag=""):
+        assert len({before, theirs, key_of("bf16-mixed")}) == 3
