@@ -211,7 +211,7 @@ class Leaf(nn.Module):
         """Returns the module's output."""
         setting = self.halfstep
         if setting.widen:
-            args, kwargs = mapped(lambda x: x.float(), (args, kwargs))
+            args, kwargs = mapped(lambda x: wide_of(x).to(torch.float32), (args, kwargs))
         y = within(setting.mode, super().forward, args, kwargs)
         return mapped(lambda y: enter(y, setting.casts) if y.dim() else y, y)
 

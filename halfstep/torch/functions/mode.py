@@ -25,13 +25,15 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from halfstep.core.formats import FP32
-from halfstep.torch.functions.entry import Scope, Skip
+from halfstep.torch.functions.entry import Scope, Skip, mapped
 from halfstep.torch.functions.lean import recomputed
 from halfstep.torch.functions.table import TABLE, VIEWS
+from halfstep.torch.functions.widened import follow, narrowed, wide_of
 from halfstep.torch.lowering import Casts
 from halfstep.torch.split.parameter import HalfOfSplitMaster
 
@@ -43,6 +45,8 @@ NEVER_SPLIT = frozenset((Tensor, int, float, bool, str, slice, tuple, list, torc
 
 class PolicyMode(TorchFunctionMode):
     """The mode of one scope."""
+
+    traced: "TracedMode | None" = None  # what takes its place in code that is traced
 
     def __init__(self, scope: Scope):
         super().__init__()
@@ -76,6 +80,14 @@ class PolicyMode(TorchFunctionMode):
             return func(*args, **kwargs) if why else entry.run(self.scope, func, args, kwargs)
 
 
+class TracedMode(PolicyMode):
+    """The same in code that is traced: it follows logits that the model widens to their loss (widened.py)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args = narrowed(args) if func is F.cross_entropy else args
+        return follow(func, args, kwargs or {}, super().__torch_function__(func, types, args, kwargs))
+
+
 # Called with (scope, function, args, kwargs, entry, skip reason) for each function, while a pass is recorded.
 WATCHERS: list[Callable[..., None]] = []
 
@@ -83,14 +95,19 @@ WATCHERS: list[Callable[..., None]] = []
 @cache
 def mode_of(casts: Casts, *, leaf: bool = False, has_split: bool = False, lean: bool = False) -> PolicyMode:
     """Returns the mode of a precision, one object for each scope."""
-    return PolicyMode(Scope(casts.wide or casts, leaf, has_split, lean))
+    mode = PolicyMode(Scope(casts.wide or casts, leaf, has_split, lean))
+    mode.traced = TracedMode(mode.scope)
+    return mode
 
 
 def within(mode: PolicyMode | None, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Calls a forward with the mode on; if it is None, with every mode off."""
     if mode is None:
+        args, kwargs = mapped(wide_of, (args, kwargs))  # which would look narrow
         with torch._C.DisableTorchFunction():
             return forward(*args, **kwargs)
+    if torch.compiler.is_compiling():
+        mode = mode.traced or mode
     depth = torch._C._len_torch_function_stack()
     top = torch._C._get_function_stack_at(depth - 1) if depth else None
     if top is mode or (mode.inert and not isinstance(top, PolicyMode)):

@@ -30,7 +30,8 @@ _WRITES = "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __i
 
 def _kept() -> frozenset[Any]:
     places = [(place, name) for name in f"{_MOVES} {_LOOKS} {_WRITES}".split() for place in (torch, Tensor)]
-    functions = [getattr(place, name) for place, name in places if hasattr(place, name)]
+    # torch.cpu and torch.cuda are modules, which dynamo of torch 2.11 does not look up in a set.
+    functions = [getattr(place, name) for place, name in places if callable(getattr(place, name, None))]
     names = [name for name in dir(Tensor) if name.endswith("_") and not name.endswith("__")]
     return frozenset([*functions, *(getattr(Tensor, name) for name in names)])
 

@@ -7,6 +7,11 @@ is widened, and what comes out is an ordinary fp32 tensor. Views of it are `Wide
 
 Writing to it in place makes it hold an fp32 copy, as `.float()` would have made, and the logits stay as they are.
 Writing to a view of it is refused: the other views would not see it.
+
+**In code that is traced** it is an ordinary fp32 tensor, since dynamo cannot trace all methods of subclasses. The
+narrow numbers are an attribute of it, which the function mode hands on from view to view (`follow`) and reads at
+the loss (`narrowed`). If nothing else reads the fp32 numbers, the compiler drops them. Writing to one of the views
+makes all of them forget. A mode does not see `.T`, `.mT` and `.data`: do not write to logits through those.
 """
 
 from typing import Any
@@ -20,6 +25,7 @@ from halfstep.torch.losses import torch_loss, why_not
 
 LARGE = 4096  # columns, as of a vocabulary: below, a copy costs little
 _WIDE, _VIEW = "halfstep_wide", "halfstep_is_view"
+_NARROW, _INTACT = "halfstep_narrow", "halfstep_intact"
 
 
 def _named(names: str) -> list[Any]:
@@ -27,6 +33,11 @@ def _named(names: str) -> list[Any]:
 
 
 _VIEWS = frozenset(_named("view view_as reshape flatten unflatten unsqueeze squeeze contiguous __getitem__"))
+_MORE_VIEWS = frozenset(
+    _named("transpose swapaxes swapdims movedim moveaxis permute t narrow select expand expand_as detach")
+)
+# Several views, which dynamo sets no attributes of. To those of split, chunk and unbind torch refuses writes.
+_PARTS = frozenset(_named("tensor_split hsplit vsplit dsplit"))
 _LOOKS = frozenset(
     _named(
         "size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex get_device __len__ "
@@ -75,6 +86,8 @@ class Widened(Tensor):
 
 def widen(logits: Tensor) -> Tensor:
     """Returns logits.float(), without a copy until somebody needs it."""
+    if torch.compiler.is_compiling():
+        return _tagged(logits.float(), logits, [True])
     return logits.as_subclass(Widened)
 
 
@@ -85,10 +98,49 @@ def is_for_loss(x: Tensor) -> bool:
 
 def wide_of(x: Tensor) -> Tensor:
     """Returns an fp32 tensor of a `Widened`, any other as it is."""
+    if torch.compiler.is_compiling() and hasattr(x, _NARROW):
+        return x.view_as(x)  # without its attributes
     if not isinstance(x, Widened):
         return x
     with torch._C.DisableTorchFunction():
         return _wide(x)  # type: ignore[no-any-return]
+
+
+# --- in code that is traced
+
+
+def narrowed(args: Any) -> Any:
+    """Returns the arguments of a loss with the narrow logits in place of those that were widened."""
+    x = args[0] if args else None
+    return (getattr(x, _NARROW), *args[1:]) if _is_tagged(x) and getattr(x, _INTACT) else args
+
+
+def follow(func: Any, args: Any, kwargs: Any, y: Any) -> Any:
+    """Returns what a function of such a tensor returned, with narrow numbers of its own if it is a view."""
+    x = args[0] if args else None
+    if not _is_tagged(x):
+        return y
+    narrow, intact = getattr(x, _NARROW), getattr(x, _INTACT)
+    if func in _WRITES or func in _PARTS:
+        intact.clear()  # a list that all views share
+    elif func is Tensor.float or (func is Tensor.to and _changes_nothing(x, args, kwargs)):
+        return _tagged(y, narrow, intact)
+    elif func in _VIEWS or func in _MORE_VIEWS:
+        return _tagged(y, func(narrow, *args[1:], **kwargs), intact)
+    return y
+
+
+def _is_tagged(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype is torch.float32 and hasattr(x, _NARROW)
+
+
+def _tagged(y: Any, narrow: Tensor, intact: list[bool]) -> Tensor:
+    setattr(y, _NARROW, narrow)
+    setattr(y, _INTACT, intact)
+    return y
+
+
+# --- in eager code
 
 
 def _changes_nothing(x: Any, args: Any, kwargs: Any) -> bool:

@@ -9,6 +9,7 @@ from benchmarks import zoo
 from halfstep.core.errors import HalfstepError
 from halfstep.torch import losses, prepare
 from halfstep.torch.functions import widened
+from halfstep.torch.functions.mode import within
 from halfstep.torch.functions.widened import Widened, widen
 
 TARGETS = torch.tensor([[0, 1], [-100, 4]])
@@ -54,10 +55,11 @@ def shifted(logits, targets):
     """As models ask for everything about their logits on the way to the loss."""
     logits = logits.float()
     assert (logits.dtype, logits.device, logits.requires_grad) == (torch.float32, targets.device, True)
-    assert (logits.shape, logits.size(-1), logits.ndim) == ((2, 2, 6), 6, 3)
+    assert (logits.shape, logits.size(-1), logits.ndim, len(logits)) == ((2, 2, 6), 6, 3, 2)
     assert not logits.is_cuda
     assert not logits.is_leaf
     assert logits.mT.dtype == torch.float32
+    assert logits.split(1)[0].dtype == logits.norm().dtype == torch.float32
     z = logits[..., :-1, :].contiguous().to(targets.device).view(-1, logits.shape[-1]).float()
     t = targets[..., 1:].contiguous().view(-1).to(z.device)
     return F.cross_entropy(z, t, ignore_index=-100, reduction="mean")
@@ -119,6 +121,44 @@ def test_compiled_code_does_the_same(form, rows):
     assert rows == ([(torch.bfloat16, shape_of(form))] * 2 if form in OURS else [])
     assert torch.equal(loss, compiled)
     assert all(torch.equal(a, b) for a, b in zip(grads, compiled_grads, strict=True))
+
+
+def view_written(logits, targets):
+    logits = logits.float()
+    logits.view(-1, 6)[:, 5] = -1.0
+    return flat(logits, targets)
+
+
+def part_written(logits, targets):
+    logits = logits.float()
+    logits.tensor_split(2)[0].mul_(2)
+    return flat(logits, targets)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("write", [view_written, part_written])
+def test_a_write_through_a_view_is_seen_by_the_loss_of_compiled_code(write, rows, monkeypatch):
+    torch.compiler.reset()
+    monkeypatch.setitem(FORMS, "mine", write)
+    loss, grads = passes("mine", compiled=True)
+    assert rows == []
+    monkeypatch.setattr(widened, "why_not", lambda *_: "not here")
+    right, right_grads = passes("mine")
+    assert torch.equal(loss, right)
+    assert all(torch.equal(a, b) for a, b in zip(grads, right_grads, strict=True))
+
+
+def test_a_module_that_no_mode_reaches_is_given_fp32():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(6))
+
+        def forward(self, x):
+            return (self.gain * x).to(x.dtype)
+
+    x = torch.randn(3, 6).bfloat16().requires_grad_()
+    assert within(None, Own(), (widen(x * 1),), {}).dtype == torch.float32
 
 
 @pytest.mark.prove
