@@ -37,7 +37,8 @@ from halfstep.torch.functions.widened import follow, narrowed, wide_of
 from halfstep.torch.lowering import Casts
 from halfstep.torch.split.parameter import HalfOfSplitMaster
 
-SPLIT = Tensor.split
+SPLIT, UNFLATTEN, FROM_NUMBER = Tensor.split, Tensor.unflatten, Tensor.__rsub__
+SUBTRACTION = TABLE[FROM_NUMBER]
 PLAIN = (Tensor, nn.Parameter, nn.Buffer, HalfOfSplitMaster)
 # Classes of arguments that are no split parameter.
 NEVER_SPLIT = frozenset((Tensor, int, float, bool, str, slice, tuple, list, torch.Size, torch.dtype, type(None)))
@@ -56,7 +57,8 @@ class PolicyMode(TorchFunctionMode):
         self.inert = scope.casts.plain and islands == {FP32} and not scope.has_split and not scope.lean
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        entry = TABLE.get(func)
+        # dynamo of torch 2.13 does not find a function that Python code of torch defines, in a table that has it.
+        entry = SUBTRACTION if func is FROM_NUMBER else TABLE.get(func)
         if self.lean and not WATCHERS and (result := recomputed(func, args, kwargs)) is not None:
             return result
         if entry is None:
@@ -65,6 +67,8 @@ class PolicyMode(TorchFunctionMode):
             if not half and not WATCHERS:
                 if func is SPLIT:  # in the form that torch's cache of compiled graphs knows
                     return args[0].split(*args[1:], **(kwargs or {}))
+                if func is UNFLATTEN:  # whose own code calls super(), which dynamo cannot follow
+                    return torch.unflatten(*args, **(kwargs or {}))
                 return func(*args, **kwargs) if kwargs else func(*args)
             entry = VIEWS.get(func) if half else None
         kwargs = kwargs or {}

@@ -500,6 +500,21 @@ def test_compiled_whole_it_is_what_it_is_eagerly(held):
         assert ((p.grad - grads[name]).abs() <= 64 * U32 * grads[name].abs().max()).all(), name
 
 
+def test_methods_that_torch_writes_in_python_are_compiled_in_fp32_and_in_compute():
+    """dynamo did not find Tensor.__rsub__ in the table of functions, nor could it follow Tensor.unflatten."""
+
+    def forward(m, x):
+        y = m.part(x)
+        return sum((1 - z).unflatten(-1, (2, 4)).float().norm() for z in (y, x))
+
+    model = Free(forward)
+    apply(model, Policy.parse("bf16-mixed"))
+    x = draw(4, 8).abs()
+    eager = model(x)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(model, fullgraph=True, backend="eager")(x), eager)
+
+
 def test_a_compiled_part_is_reached_and_a_loss_that_compiled_code_keeps_narrow_is_refused():
     """torch.compile replaces a CrossEntropyLoss that a forward makes by a call that no mode sees."""
 
