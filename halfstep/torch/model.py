@@ -126,6 +126,10 @@ class Decoder(Layer):
         parts = (part for part in self.modules() if isinstance(part, Attention))
         return list(dict.fromkeys(part.kernel(self.config, device) for part in parts))
 
+    def why_not_fused(self) -> str:
+        """Returns why the loss is not fused with the head; empty if it is."""
+        return self.lm_head.why_not_fused(self.cos_TK, self.casts)
+
     def module_names(self) -> list[str]:
         """Returns the names that rules match."""
         return module_names(self.config)
@@ -311,7 +315,7 @@ class Head(Matmul):
         On the device of a tensor, with the casts of the model, and others of this layer than it has now, if given.
         """
         casts = casts or self.casts
-        if casts.plain or not (casts.direct or casts.wide is not None):
+        if not (casts.plain or casts.direct or casts.wide is not None):
             return "lm_head has operands or gradients in 16-bit formats of their own"
         watched = self.halfstep_observe_loss is not None  # by a hook that needs no logits (observe/slots.py)
         if len(self._forward_hooks) > watched or self._forward_pre_hooks:

@@ -85,6 +85,13 @@ def test_our_decoder_reports_it_and_warns_if_scores_are_stored(groups):
         assert any(note.startswith(f"attention: {UNFUSED}: ") for note in session.notes)
 
 
+def test_our_decoder_reports_how_its_loss_is_computed_and_why():
+    wanted = "with the head, its gradient over the logits" if DEVICE == "cuda" else "of logits in fp32: it needs"
+    for policy, expected in (("bf16-mixed", wanted), ("fp32", "of logits in fp32: logits are neither bf16 nor")):
+        lines = Session(load("tiny", SMALL), Policy.parse(policy), DEVICE).run.summary().splitlines()
+        assert [line for line in lines if line.startswith(f"  loss: {expected}")], lines
+
+
 class Attending(nn.Module):
     def __init__(self):
         super().__init__()

@@ -9,6 +9,7 @@ from torch import nn
 from halfstep.core.audit.reached import some
 from halfstep.core.formats import FP16, FP32
 from halfstep.core.roles import print_value
+from halfstep.torch import layers
 from halfstep.torch.convert.known_packages import kept_wide
 from halfstep.torch.layers import Layer
 from halfstep.torch.model import Decoder
@@ -26,7 +27,7 @@ CAUSAL = "without a mask where none is needed, compiled too: checked for padding
 
 def summarize(run: RunParts) -> list[str]:
     """Returns the lines of `Run.summary`."""
-    parts = (_modules, _attention, _given, _functions, _measured, _masters, _gradients, _ranks, _optimizers)
+    parts = (_modules, _attention, _loss, _given, _functions, _measured, _masters, _gradients, _ranks, _optimizers)
     note = [f"  {run.note}"] if run.note else []
     return [str(run.policy), *note, *(line for part in parts for line in part(run))]
 
@@ -53,6 +54,13 @@ def _attention(run: RunParts) -> Iterator[str]:
     for row in () if run.conversion is None else run.conversion.attention:
         form = f"masks are transformers' own: {row.why_not}" if row.why_not else CAUSAL
         yield f"  attention of {row.model}: {form}"
+
+
+def _loss(run: RunParts) -> Iterator[str]:
+    """How our decoder computes its loss, on a device that has a kernel for it."""
+    if isinstance(run.model, Decoder) and run.model.cos_TK.device.type in layers.FUSED_ON:
+        why = run.model.why_not_fused()
+        yield f"  loss: of logits in fp32: {why}" if why else "  loss: with the head, its gradient over the logits"
 
 
 def _measured(run: RunParts) -> Iterator[str]:
