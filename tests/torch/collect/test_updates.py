@@ -107,7 +107,7 @@ def test_a_step_at_rate_zero_loses_nothing():
     assert watched(model, Unknown(model.parameters(), lr=0.0))["weight"].intended == 0
     counts = watched(model, Unknown(model.parameters(), lr=1e-9))["weight"]
     assert not counts.exact
-    assert counts.lost == counts.intended == 384
+    assert counts.lost == counts.intended == counts.gradient > 0.9 * counts.elements
 
 
 def test_fp32_weights_are_watched_for_motion_only():
