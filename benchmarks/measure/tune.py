@@ -178,7 +178,10 @@ def main() -> int:
         print(f"{len(each.modules)} of {len(tuned.rows)} narrow: {judged(each)}; {share(tuned, each)}", flush=True)
     if tuned.met:
         print(policy_file(tuned), flush=True)
-    losses = {"tuned": losses_of(shape, tuned.policy), "fp8-mixed": lost}
+    alike = precisions(tuned.policy, tuned.rows) == precisions(rival, tuned.rows)
+    if alike:
+        print("tuned and fp8-mixed have the same formats in every layer: one set of runs", flush=True)
+    losses = {"tuned": lost if alike else losses_of(shape, tuned.policy), "fp8-mixed": lost}
     print(json.dumps({"held_out": losses}), flush=True)
     taken = race(shape, {"tuned": str(tuned.policy), "fp8-mixed": str(rival)})
     print(json.dumps({"seconds": taken}), flush=True)
