@@ -44,7 +44,7 @@ class Timed:
 
     kind: Literal["matmul", "attention", "bytes", "pass", "update"]
     format: str
-    """Of matmuls and attention; of others, their names and dtypes; empty of a copy. Of the host: compute."""
+    """Of matmuls and attention; of others, their names and dtypes; empty of a copy. Of the host: the policy."""
     shape: tuple[int, ...]
     """Matmul: rows, summed, columns. Attention: batch, heads, tokens, features. Host: how many operations."""
     seconds: float

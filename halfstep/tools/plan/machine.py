@@ -85,7 +85,7 @@ def _host(config: RunConfig, policy: Policy, device: str) -> list[Timed]:
     from halfstep.torch.planning.step import of_recipe, without_measuring
     from halfstep.training.session import open_session
 
-    policy, compute = without_measuring(policy), str(policy.compute.format)
+    policy = without_measuring(policy)
     training = replace(config.training, compile=False, micro_batches=1, batch=1)
     small = replace(config, training=training, model=replace(config.model, context=min(64, config.model.context)))
     work = of_recipe(small, policy, describe(device)).work
@@ -104,7 +104,9 @@ def _host(config: RunConfig, policy: Policy, device: str) -> list[Timed]:
 
     one, three = seconds(1), seconds(3)
     took = {"pass": (three - one) / 2, "update": one - (three - one) / 2}
-    return [Timed(kind, compute, (operations[kind],), took[kind], operations[kind]) for kind in ("pass", "update")]
+    return [
+        Timed(kind, str(policy), (operations[kind],), took[kind], operations[kind]) for kind in ("pass", "update")
+    ]
 
 
 def _on_host(device: str) -> list[Policy]:

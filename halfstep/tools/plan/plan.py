@@ -157,7 +157,7 @@ def _planned(
     flops = sum(w.flops * times for w, times in work)
     sent = _sent(traced.parameters, policy, job)
     computing, timed = _computing(work, machine)
-    host = _host(traced, str(policy.compute.format), machine, 0 if compiled else job.micro_batches)
+    host = _host(traced, policy, machine, 0 if compiled else job.micro_batches)
     computing = (max(computing[0], host[0]), max(computing[1], host[1]))
     wire = _wire_seconds(sent, machine, job)
     # At best everything is sent while it computes, at worst nothing is.
@@ -275,13 +275,16 @@ def _computing(work: list[tuple[Any, float]], machine: Machine) -> tuple[Range, 
     return (low, high), known / total if total else 0.0
 
 
-def _host(traced: Any, compute: str, machine: Machine, passes: int) -> Range:
+def _host(traced: Any, policy: Policy, machine: Machine, passes: int) -> Range:
     """Returns the seconds of the host: what it took for nearly as many operations, or a range for each of them."""
+    from halfstep.torch.planning.step import without_measuring
+
+    named = str(without_measuring(policy))
     update = sum(w.phase == "update" for w in traced.work)
     each = (len(traced.work) - update) // traced.micro_batches
     low = high = 0.0
     for kind, operations, times in (("pass", each, passes), ("update", update, 1)):
-        timed = machine.nearest(kind, compute, (operations,)) if operations else None
+        timed = machine.nearest(kind, named, (operations,)) if operations else None
         rates = machine.launch if timed is None else (timed.seconds / timed.work,) * 2
         low, high = (end + times * operations * rate for end, rate in zip((low, high), rates, strict=True))
     return low, high

@@ -79,7 +79,7 @@ def test_timed_shapes_make_a_number_of_a_range():
 @pytest.mark.prove
 def test_a_host_that_was_timed_is_the_limit_of_small_passes_and_not_of_compiled_ones():
     """Two passes at 1 s each and an update of 0.1 s."""
-    machine = Machine("M", "nvidia", 10**11, 1e15, Rates(fp32=1e17, bf16=1e17), capability=(9, 0))
+    machine = Machine("M", "nvidia", 10**11, 1e15, Rates(fp32=1e17, bf16=1e17, e4m3=1e17), capability=(9, 0))
     config = load("tiny", [*SMALL, "training.micro_batches=2"])
     low, high = plan_recipe(config, BF16, machine, 1, 0.0).seconds
     assert high == pytest.approx(4 * low)
@@ -88,9 +88,14 @@ def test_a_host_that_was_timed_is_the_limit_of_small_passes_and_not_of_compiled_
     work = of_recipe(config, BF16, machine.hardware).work
     update = sum(w.phase == "update" for w in work)
     each = (len(work) - update) // 2
-    timed = (Timed("pass", "bf16", (each,), 1.0, each), Timed("update", "bf16", (update,), 0.1, update))
+    timed = (
+        Timed("pass", "bf16-mixed", (each,), 1.0, each),
+        Timed("update", "bf16-mixed", (update,), 0.1, update),
+    )
     machine = replace(machine, timed=timed)
     assert plan_recipe(config, BF16, machine, 1, 0.0).seconds == pytest.approx((2.1, 2.1))
+    low, high = plan_recipe(config, Policy.parse("fp8-mixed"), machine, 1, 0.0).seconds
+    assert high == pytest.approx(4 * low)  # its compute is bf16 as well, and its code is not
     compiled = load("tiny", [*SMALL, "training.micro_batches=2", "training.compile=true"])
     assert plan_recipe(compiled, BF16, machine, 1, 0.0).seconds[0] < 1
 
