@@ -9,7 +9,7 @@ Forward: h = x W1^T (+ bias) and act(h), both written. Backward: dh = (dy W2) ac
     _addmm_activation       the one epilogue that torch offers; it does not keep h, which the backward pass needs
     cuBLASLt GELU           its GELU_AUX and DGELU epilogues, which torch does not offer, called here by ctypes
     inductor ...            max_autotune_gemm with Triton's templates, which may take the epilogue
-    kernel ...              ours (halfstep/torch/kernels/activated.py); after 124M, its two best forms
+    kernel ...              ours (activated.py, in this folder); after 124M, its two best forms
 
 Arms of one shape take turns, in reverse order every other time, as CUDA graphs; printed are the median, and the
 time of what runs today relative to it. `off` is how far the results are from those of today, relative to their
@@ -260,7 +260,7 @@ def lt_arm(inputs: Inputs, side: str) -> Work:
 
 def kernel_arm(inputs: Inputs, side: str, form: tuple[Any, ...]) -> Work:
     """Returns our kernel in one form."""
-    from halfstep.torch.kernels import activated
+    import activated  # needs Triton
 
     def work() -> tuple[Tensor, ...]:
         found = getattr(activated, side)(*inputs.given(side), inputs.kind, activated.Form(*form))

@@ -23,7 +23,7 @@ FUNCTIONS = {
 @pytest.fixture
 def kernel(monkeypatch):
     """The module of the kernel, with small groups of blocks."""
-    from halfstep.torch.kernels import activated
+    from benchmarks.measure import activated
 
     monkeypatch.setattr(activated, "GROUP", 2)
     return activated

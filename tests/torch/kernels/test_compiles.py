@@ -35,9 +35,6 @@ LOSS = {
     "targets": "*i64",
     "ignored": "i32",
 }
-BLOCKS = {"lefts": "tensordesc<bf16[128, 64]>", **dict.fromkeys(("hiddens", "outs"), "tensordesc<bf16[128, 64]>")}
-SIZES = {"biases": "*bf16", **dict.fromkeys(("rows", "columns", "inner", "programs"), "i32")}
-FUSED = {"BIAS": True, "ROWS": 128, "COLUMNS": 128, "DEPTH": 64, "GROUP": 8, "PARTS": 2}
 PADDED = {"WIDTH": 50257, "PADDED": 50264, "STRIDE": 50264, "GRAD_STRIDE": 50264, "BLOCK": 8192}
 WIDE, NARROW = {"width": 768, "COLUMNS": 1024, "ROWS": 1}, {"width": 64, "COLUMNS": 64, "ROWS": 16}
 CASES = [
@@ -51,18 +48,6 @@ CASES = [
     ("normalize", "_backward", ROWS, {**NARROW, "GAIN": False, "CENTERED": False}),
     ("symmetric", "_symmetric", PRODUCT, {"ADDS": False, "BLOCK": 128, "DEPTH": 64}),
     ("symmetric", "_symmetric", PRODUCT, {"ADDS": True, "BLOCK": 128, "DEPTH": 64}),
-    (
-        "activated",
-        "_matmul",
-        {**BLOCKS, **SIZES, "weights": "tensordesc<bf16[128, 64]>"},
-        {**FUSED, "KIND": "gelu", "BACKWARD": False, "FLATTEN": True},
-    ),
-    (
-        "activated",
-        "_matmul",
-        {**BLOCKS, **SIZES, "weights": "tensordesc<bf16[64, 128]>"},
-        {**FUSED, "KIND": "gelu_exact", "BACKWARD": True, "FLATTEN": False},
-    ),
     (
         "cross_entropy",
         "_row",

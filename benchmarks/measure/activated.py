@@ -12,7 +12,7 @@ if torch had computed one after the other. dh is rounded once, where torch also 
    begin at multiples of 16 bytes.
 3. The epilogue works on `PARTS` of a block in turn, so that it needs less shared memory for what it writes.
 
-No layer uses it until a GPU has shown that it is faster (benchmarks/measure/epilogue.py).
+It moves into halfstep if a GPU shows that it is faster (epilogue.py).
 """
 
 from functools import cache
