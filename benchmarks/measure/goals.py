@@ -104,6 +104,7 @@ def race(arms: Sequence[str], setting: dict[str, Any], seconds: float, known: di
             "memory": arm.memory,
             "held_out": arm.held_out,
             "ready": arm.ready_seconds,
+            "profile": dict(list(arm.profile.items())[:40]),
             "failed": arm.missing or arm.failed or ("" if arm.seconds else "it was not timed"),
         }
         for arm in result.arms

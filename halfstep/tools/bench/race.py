@@ -191,6 +191,7 @@ class Race:
                 summary=answer["summary"],
                 syncs=answer.get("syncs"),
                 kernels=tuple(answer.get("kernels", ())),
+                profile=answer.get("profile", {}),
             )
 
         if self.standings[name].seconds:

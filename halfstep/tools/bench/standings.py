@@ -36,6 +36,7 @@ class ArmResult:
     held_out: float | None = None
     syncs: int | None = None  # how often a step waits for the device
     kernels: tuple[str, ...] = ()  # of attention
+    profile: dict[str, float] = field(default_factory=dict)  # milliseconds of a step's kernels, longest first
     summary: str = ""
     missing: str = ""
     failed: str = ""

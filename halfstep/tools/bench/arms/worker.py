@@ -4,7 +4,7 @@ It answers each request, and says hello before the first (workers.py):
 
     (start)                    ->  {"device", "kind", "versions", "compiled"}
     {"do": "train", "steps"}   ->  {"seconds", "losses", "memory"}                    seconds of one step
-    {"do": "finish"}           ->  {"held_out", "syncs", "kernels", "summary"}
+    {"do": "finish"}           ->  {"held_out", "syncs", "kernels", "profile", "summary"}
 
 Each turn begins with one update that is not timed and ends by releasing unused memory, so the arms need not fit on
 the device together. `memory` is the peak of what the arm itself allocated in its timed updates.
@@ -99,7 +99,8 @@ class Trainer:
             update = self._update(self.position - 1)
             torch.cuda.empty_cache()
             answer["syncs"] = _syncs(lambda: self.arm.step(update))
-            answer["kernels"] = _kernels(lambda: self.arm.step(update))
+            profile = _profile(lambda: self.arm.step(update))
+            answer |= {"profile": profile, "kernels": [name for name in profile if ATTENTION.search(name)]}
             torch.cuda.empty_cache()
         return answer
 
@@ -193,16 +194,19 @@ def _syncs(work: Callable[[], Any]) -> int:
     return sum("called a synchronizing" in str(warning.message) for warning in caught)
 
 
-def _kernels(work: Callable[[], Any]) -> list[str]:
-    """Returns the names of the attention kernels that ran; none if this machine cannot be profiled."""
+def _profile(work: Callable[[], Any]) -> dict[str, float]:
+    """Returns the milliseconds of each kernel, longest first; nothing if this machine cannot be profiled."""
     try:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             work()
             torch.cuda.synchronize()
     except RuntimeError:
         traceback.print_exc()
-        return []
-    return sorted({event.key[:100] for event in profile.key_averages() if ATTENTION.search(event.key)})
+        return {}
+    taken: dict[str, float] = {}
+    for event in sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total):
+        taken[event.key[:100]] = taken.get(event.key[:100], 0.0) + round(event.self_device_time_total / 1e3, 4)
+    return taken
 
 
 if __name__ == "__main__":
