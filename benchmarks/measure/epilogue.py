@@ -19,13 +19,13 @@ CPU, only to show that it runs.
 """
 
 import argparse
-import ctypes
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import cublaslt as lt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -96,113 +96,6 @@ class Inputs:
         return (self.x, self.up, self.bias) if side == "forward" else (self.grad, self.down, self.hidden)
 
 
-# ---- cuBLASLt, by its C interface
-
-BF16, FP32, COMPUTE_32F = 14, 0, 68  # cudaDataType_t and cublasComputeType_t
-TRANSA, EPILOGUE, BIAS, AUX, AUX_LD = 3, 7, 8, 11, 12  # cublasLtMatmulDescAttributes_t
-GELU_AUX, GELU_AUX_BIAS, DGELU = 160, 164, 192  # cublasLtEpilogue_t
-ALGORITHMS, WORKSPACE = 8, 32 << 20
-
-
-class Heuristic(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t."""
-
-    _fields_ = (
-        ("algorithm", ctypes.c_uint64 * 8),
-        ("workspace", ctypes.c_size_t),
-        ("state", ctypes.c_int),
-        ("waves", ctypes.c_float),
-        ("reserved", ctypes.c_int * 4),
-    )
-
-
-def cublaslt() -> ctypes.CDLL:
-    """Returns the library that torch has loaded."""
-    with open("/proc/self/maps") as maps:
-        paths = {line.split()[-1] for line in maps if "libcublasLt.so" in line}
-    return ctypes.CDLL(sorted(paths)[0])
-
-
-class LtMatmul:
-    """A matmul of row-major matrices whose results go through an epilogue, by one of cuBLASLt's algorithms.
-
-    cuBLASLt's matrices are column-major: row-major ones are their transposes, so left and right change places.
-    """
-
-    def __init__(
-        self, left: Tensor, right: Tensor, out: Tensor, aux: Tensor, epilogue: int, bias: Tensor | None, *,
-        turned: bool,
-    ):  # fmt: skip
-        self.library, self.handle, self.kept = cublaslt(), ctypes.c_void_p(), (left, right, out, aux, bias)
-        self._call("cublasLtCreate", ctypes.byref(self.handle))
-        self.description = ctypes.c_void_p()
-        self._call("cublasLtMatmulDescCreate", ctypes.byref(self.description), COMPUTE_32F, FP32)
-        self._set(TRANSA, ctypes.c_int32(int(turned)))
-        self._set(EPILOGUE, ctypes.c_uint32(epilogue))
-        self._set(AUX, ctypes.c_void_p(aux.data_ptr()))
-        self._set(AUX_LD, ctypes.c_int64(aux.stride(0)))
-        if bias is not None:
-            self._set(BIAS, ctypes.c_void_p(bias.data_ptr()))
-        self.layouts = [self._layout(matrix) for matrix in (right, left, out)]
-        self.workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=out.device)
-        self.found = self._algorithms()
-        self.algorithm = self.found[0]
-
-    def _call(self, name: str, *args: Any) -> None:
-        status = getattr(self.library, name)(*args)
-        if status:
-            raise RuntimeError(f"{name} returned {status}")
-
-    def _set(self, attribute: int, value: Any) -> None:
-        size = ctypes.c_size_t(ctypes.sizeof(value))
-        self._call("cublasLtMatmulDescSetAttribute", self.description, attribute, ctypes.byref(value), size)
-
-    def _layout(self, matrix: Tensor) -> ctypes.c_void_p:
-        made, (rows, columns) = ctypes.c_void_p(), matrix.shape
-        sizes = (ctypes.c_uint64(columns), ctypes.c_uint64(rows), ctypes.c_int64(matrix.stride(0)))
-        self._call("cublasLtMatrixLayoutCreate", ctypes.byref(made), BF16, *sizes)
-        return made
-
-    def _algorithms(self) -> list[Any]:
-        preference, count = ctypes.c_void_p(), ctypes.c_int()
-        size = ctypes.c_uint64(WORKSPACE)
-        self._call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
-        self._call("cublasLtMatmulPreferenceSetAttribute", preference, 1, ctypes.byref(size), ctypes.c_size_t(8))
-        results = (Heuristic * ALGORITHMS)()
-        right, left, out = self.layouts
-        given = (self.handle, self.description, right, left, out, out, preference, ALGORITHMS)
-        self._call("cublasLtMatmulAlgoGetHeuristic", *given, results, ctypes.byref(count))
-        if not count.value:
-            raise RuntimeError("cuBLASLt has no algorithm for it")
-        return [result.algorithm for result in results[: count.value]]
-
-    def __call__(self) -> None:
-        """Multiplies."""
-        left, right, out, _, _ = self.kept
-        one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
-        address = [ctypes.c_void_p(matrix.data_ptr()) for matrix in (right, left, out)]
-        layout = self.layouts
-        self._call(
-            "cublasLtMatmul", self.handle, self.description, ctypes.byref(one), address[0], layout[0], address[1],
-            layout[1], ctypes.byref(zero), address[2], layout[2], address[2], layout[2],
-            ctypes.byref(self.algorithm), ctypes.c_void_p(self.workspace.data_ptr()), ctypes.c_size_t(WORKSPACE),
-            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
-        )  # fmt: skip
-
-    def settle(self) -> str:
-        """Takes the fastest of the algorithms that cuBLASLt proposes; returns which."""
-        times = []
-        for self.algorithm in self.found:  # noqa: B020
-            try:
-                milliseconds(self, 2)
-                times.append(milliseconds(self, 5))
-            except RuntimeError:
-                times.append(float("inf"))
-        best = times.index(min(times))
-        self.algorithm = self.found[best]
-        return f"algorithm {best} of {len(self.found)}"
-
-
 # ---- arms
 
 
@@ -245,11 +138,11 @@ def lt_arm(inputs: Inputs, side: str) -> Work:
     """Returns cuBLASLt's own fusion."""
     hidden, out = torch.empty_like(inputs.hidden), torch.empty_like(inputs.hidden)
     if side == "forward":
-        epilogue = GELU_AUX if inputs.bias is None else GELU_AUX_BIAS
-        matmul = LtMatmul(inputs.x, inputs.up, out, hidden, epilogue, inputs.bias, turned=True)
+        epilogue = lt.GELU_AUX if inputs.bias is None else lt.GELU_AUX_BIAS
+        matmul = lt.LtMatmul(inputs.x, inputs.up, out, epilogue, hidden, inputs.bias, turned="right")
     else:
-        matmul = LtMatmul(inputs.grad, inputs.down, out, inputs.hidden, DGELU, None, turned=False)
-    print(f"    cuBLASLt GELU: {matmul.settle()}", flush=True)
+        matmul = lt.LtMatmul(inputs.grad, inputs.down, out, lt.DGELU, inputs.hidden)
+    print(f"    cuBLASLt GELU: {matmul.settle(milliseconds)}", flush=True)
 
     def work() -> tuple[Tensor, ...]:
         matmul()
