@@ -41,6 +41,7 @@ from halfstep.core.refusal import named_format
 from halfstep.torch import losses
 from halfstep.torch.compile_cache import put_in_graph
 from halfstep.torch.dtypes import FLOATS, dtype_of, format_of
+from halfstep.torch.fp8.coded_loss import coded_in_graph
 from halfstep.torch.fp8.delayed import History
 from halfstep.torch.fp8.linear import NAMED, in_graph, narrow_linear
 from halfstep.torch.fp8.loss import loss_in_graph, narrow_losses
@@ -90,7 +91,7 @@ def casts_of(precision: Precision) -> Casts:
     )
     if not precision.narrow:
         return casts
-    put_in_graph(in_graph, loss_in_graph)
+    put_in_graph(in_graph, loss_in_graph, coded_in_graph)
     NAMED[str(precision)] = casts = replace(casts, words=str(precision))
     return casts
 

@@ -12,6 +12,8 @@
 4. In chunks, as in losses.py: x is scaled by the amax of all tokens, so the logits and the loss are the same. The
    gradient of a chunk is scaled by its own amax, which is at most that of all, and its products leave in fp32.
    Delayed operands have one chunk: their scale needs s, which comes later.
+
+5. With one scale per tensor, as in `fp8-mixed`, a gradient that has a bound needs no amax: coded_loss.py.
 """
 
 from typing import Any
@@ -21,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.torch.cast import amax_of
+from halfstep.torch.fp8.coded_loss import coded_losses, why_not_coded
 from halfstep.torch.fp8.delayed import History
 from halfstep.torch.fp8.linear import NAMED, amaxes_of, gradients, has_one_scale, narrow_linear, output, padded
 from halfstep.torch.losses import (
@@ -48,6 +51,8 @@ def narrow_losses(
     if not (torch.is_grad_enabled() and any(needs)):
         logits = rows_of(narrow_linear(x, values, owner, bias, casts, history))
         return row_losses(logits, targets, logits.shape[1], *terms)[0].sum(), None
+    if not why_not_coded(casts, terms, bias=bias is not None):
+        return coded_losses(x, values, owner, targets, casts, terms, chunks, size)
     given = (x, values, owner, bias, *amaxes_of(history, casts, trained=True), compiling())
     chunks = 1 if casts.delayed else chunks
     return loss_in_graph(casts.words, *given, targets, *terms, chunks, *needs, size)

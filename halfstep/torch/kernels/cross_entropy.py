@@ -11,6 +11,10 @@
 So the logits cross the memory once, and once more as a gradient: 4 bytes a number. `lses` allow the second loop
 to run later (`gradients`), when the factor of each row is known.
 
+A gradient may also be written as 8-bit codes (fp8/coded_loss.py), 3 bytes a number: rounded to the format of the
+logits as ever, then times a scale, then to the format of the codes. They may begin where their row of logits does:
+a block is written after all of it was read, and ends before the next one to be read begins.
+
 The columns between `width` and the end of a row are padding: nothing reads them, and their gradient is zero. A row
 whose target is `ignored` has no loss and a gradient of zeros, whatever its logits are; a target that is no column
 makes its loss NaN.
@@ -26,6 +30,14 @@ from halfstep.torch.kernels.norm import add
 
 # Numbers of a row that a program holds at once, and its warps.
 BLOCK, WARPS = 8192, 16
+# Mantissa bits, and the exponent of the smallest normal number. Triton's interpreter converts to bf16 and fp8 by
+# truncation: there, numbers are rounded before.
+ROUNDED = {
+    torch.bfloat16: (7, -126),
+    torch.float16: (10, -14),
+    torch.float8_e5m2: (2, -14),
+    torch.float8_e4m3fn: (3, -6),
+}
 
 
 Terms = tuple[int, float, float, float]  # the target that is ignored, smoothing, cap (0 for none), z_loss
@@ -45,6 +57,15 @@ def losses_and_gradients(logits: Tensor, targets: Tensor, width: int, terms: Ter
     return out
 
 
+def losses_and_codes(
+    logits: Tensor, codes: Tensor, targets: Tensor, width: int, terms: Terms, factor: float, scale: float
+) -> Tensor:
+    """Returns the loss of each row, and writes codes of `scale` times what `losses_and_gradients` writes."""
+    out, lses = _numbers(logits), _numbers(logits)
+    _launch(logits, codes, targets, out, lses, out, width, terms, factor, scale, has_loss=True, has_grad=True)
+    return out
+
+
 def gradients(
     logits: Tensor, grads: Tensor, targets: Tensor, lses: Tensor, factors: Tensor, width: int, terms: Terms
 ) -> None:
@@ -58,27 +79,32 @@ def _numbers(logits: Tensor) -> Tensor:
 
 def _launch(
     logits: Tensor, grads: Tensor, targets: Tensor, losses: Tensor, lses: Tensor, factors: Tensor, width: int,
-    terms: Terms, factor: float, *, has_loss: bool, has_grad: bool,
+    terms: Terms, factor: float, scale: float = 1.0, *, has_loss: bool, has_grad: bool,
 ) -> None:  # fmt: skip
     if not logits.shape[0]:
         return
     block = min(BLOCK, triton.next_power_of_2(width))
     sizes = (width, grads.shape[1], logits.stride(0), grads.stride(0), block)
     ignored, smoothing, cap, z_loss = terms
-    has = (has_loss, has_grad, cap != 0, smoothing != 0, z_loss != 0)
+    has = (has_loss, has_grad, cap != 0, smoothing != 0, z_loss != 0, grads.dtype != logits.dtype)
+    dtypes = (logits.dtype, grads.dtype)
+    rounded = {} if logits.is_cuda else ROUNDED
+    by_hand = [number for dtype in dtypes for number in rounded.get(dtype, (0, 0))]
     aligned = (logits.data_ptr() % 16 == 0, grads.data_ptr() % 16 == 0)
-    key = (logits.dtype, targets.dtype, aligned, sizes, has)
-    numbers = (ignored, *map(float, (smoothing, cap, z_loss, factor)))
-    given = (logits, grads, targets, losses, lses, factors, *numbers, *sizes, *has)
+    key = (*dtypes, targets.dtype, aligned, sizes, has)
+    numbers = (ignored, *map(float, (smoothing, cap, z_loss, factor, scale)))
+    given = (logits, grads, targets, losses, lses, factors, *numbers, *sizes, *has, *by_hand)
     options = {"num_warps": max(1, min(WARPS, block // 256)), "enable_fp_fusion": True}
     launch(_row, key, logits, logits.shape[0], *given, **options)
 
 
 @triton.jit(do_not_specialize=["ignored"], do_not_specialize_on_alignment=["targets", "losses", "lses", "factors"])
 def _row(
-    logits, grads, targets, losses, lses, factors, ignored, smoothing, cap, z_loss, factor, WIDTH: tl.constexpr,
-    PADDED: tl.constexpr, STRIDE: tl.constexpr, GRAD_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
-    LOSS: tl.constexpr, GRAD: tl.constexpr, CAP: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr,
+    logits, grads, targets, losses, lses, factors, ignored, smoothing, cap, z_loss, factor, scale,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, STRIDE: tl.constexpr, GRAD_STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr, LOSS: tl.constexpr, GRAD: tl.constexpr, CAP: tl.constexpr, SMOOTHING: tl.constexpr,
+    Z_LOSS: tl.constexpr, CODES: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr,
+    CODE_MANTISSA: tl.constexpr, CODE_LOWEST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
@@ -91,7 +117,8 @@ def _row(
         if GRAD:
             for start in range(0, PADDED, BLOCK):
                 column = start + tl.arange(0, BLOCK)
-                tl.store(dxs + column, tl.full((BLOCK,), 0.0, dxs.dtype.element_ty), column < PADDED)
+                zeros = tl.full((BLOCK,), 0.0, tl.float32).to(dxs.dtype.element_ty)
+                tl.store(dxs + column, zeros, column < PADDED)
     else:
         if LOSS:
             # Before a gradient is written over it: the reductions below have barriers.
@@ -138,13 +165,20 @@ def _row(
                 column = start + tl.arange(0, BLOCK)
                 x = tl.load(xs + column, eviction_policy="evict_first").to(tl.float32)
                 dx = _gradient(x, column, target, lse, share, smoothing, cap, WIDTH, CAP, SMOOTHING)
-                tl.store(dxs + column, (dx * factor).to(dxs.dtype.element_ty))
+                dx = _rounded(dx * factor, xs.dtype.element_ty, MANTISSA, LOWEST)
+                if CODES:
+                    dx = _rounded(dx.to(tl.float32) * scale, dxs.dtype.element_ty, CODE_MANTISSA, CODE_LOWEST)
+                    tl.debug_barrier()  # all of the block was read: codes may be written over it
+                tl.store(dxs + column, dx)
             if FULL < PADDED:
                 column = FULL + tl.arange(0, BLOCK)
                 x = tl.load(xs + column, column < WIDTH, other=0.0, eviction_policy="evict_first").to(tl.float32)
                 dx = _gradient(x, column, target, lse, share, smoothing, cap, WIDTH, CAP, SMOOTHING)
-                dx = tl.where(column < WIDTH, dx * factor, 0.0)
-                tl.store(dxs + column, dx.to(dxs.dtype.element_ty), column < PADDED)
+                dx = _rounded(tl.where(column < WIDTH, dx * factor, 0.0), xs.dtype.element_ty, MANTISSA, LOWEST)
+                if CODES:
+                    dx = _rounded(dx.to(tl.float32) * scale, dxs.dtype.element_ty, CODE_MANTISSA, CODE_LOWEST)
+                    tl.debug_barrier()
+                tl.store(dxs + column, dx, column < PADDED)
 
 
 @triton.jit
@@ -169,6 +203,19 @@ def _gradient(
     else:
         dz -= tl.where(column == target, 1.0, 0.0)
     return dz * slope
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
+    """Converts to the nearest number, ties to even; if there is a mantissa, by hand, and then exactly."""
+    if MANTISSA:
+        bits = x.to(tl.int32, bitcast=True)
+        exponent = tl.maximum((bits >> 23) & 255, LOWEST + 127)
+        # The unit of fp32 at this number is that of the format at x, so the sum is rounded there.
+        large = ((exponent + (23 - MANTISSA)) << 23).to(tl.float32, bitcast=True)
+        magnitude = (tl.abs(x) + large - large).to(tl.int32, bitcast=True)
+        x = (magnitude | (bits & -2147483648)).to(tl.float32, bitcast=True)
+    return x.to(dtype)
 
 
 @triton.jit

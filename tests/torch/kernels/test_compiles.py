@@ -31,11 +31,14 @@ PRODUCT = {
 LOSS = {
     **dict.fromkeys(("logits", "grads"), "*bf16"),
     **dict.fromkeys(("losses", "lses", "factors"), "*fp32"),
-    **dict.fromkeys(("smoothing", "cap", "z_loss", "factor"), "fp32"),
+    **dict.fromkeys(("smoothing", "cap", "z_loss", "factor", "scale"), "fp32"),
     "targets": "*i64",
     "ignored": "i32",
 }
 PADDED = {"WIDTH": 50257, "PADDED": 50264, "STRIDE": 50264, "GRAD_STRIDE": 50264, "BLOCK": 8192}
+PADDED |= {"CODES": False, **dict.fromkeys(("MANTISSA", "LOWEST", "CODE_MANTISSA", "CODE_LOWEST"), 0)}
+CODED = {**PADDED, "WIDTH": 50304, "PADDED": 50304, "STRIDE": 50304, "GRAD_STRIDE": 100608, "CODES": True}
+WORDS = {**dict.fromkeys(("xs", "ys"), "*i32"), "groups": "i32"}
 WIDE, NARROW = {"width": 768, "COLUMNS": 1024, "ROWS": 1}, {"width": 64, "COLUMNS": 64, "ROWS": 16}
 CASES = [
     ("adamw", "_count", ADAMW, {"COUNTED": 128}),
@@ -61,6 +64,13 @@ CASES = [
         LOSS,
         {**PADDED, "LOSS": False, "GRAD": True, "CAP": False, "SMOOTHING": False, "Z_LOSS": False},
     ),
+    (
+        "cross_entropy",
+        "_row",
+        {**LOSS, "grads": "*fp8e5"},
+        {**CODED, "LOSS": True, "GRAD": True, "CAP": False, "SMOOTHING": False, "Z_LOSS": False, "BLOCK": 1024},
+    ),
+    ("transpose", "_transpose", WORDS, {"WORDS": 12576, "STRIDE": 25152, "OUT_STRIDE": 25152, "BLOCK": 32}),
 ]
 COMPILE = """
 import importlib, inspect, json, sys

@@ -1,6 +1,6 @@
 """The kernel and its plain reference against fp64, within the roundings of formats. Without a GPU, interpreted.
 
-u is half a unit of the narrow format, to which a gradient is rounded once; Triton's interpreter truncates to bf16.
+u is half a unit of the narrow format, to which a gradient is rounded once.
 """
 
 from functools import partial
@@ -15,8 +15,10 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import E4M3
 from halfstep.torch import linear_cross_entropy, losses
 from halfstep.torch.dtypes import supported
+from halfstep.torch.fp8.coded_loss import coded_row_losses_, scale_of
 from halfstep.torch.kernels import has_triton
 from halfstep.torch.losses import Terms
+from tests.torch.fp8.test_linear import casts as casts_for
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -77,9 +79,8 @@ def inside(logits, terms):
     return (logits.shape[1] + 8 * largest + 16) * 2.0**-24
 
 
-def unit(dtype, way):
-    half = torch.finfo(dtype).eps / 2
-    return 2 * half if way == "kernel" and not CUDA and dtype == torch.bfloat16 else half
+def unit(dtype):
+    return torch.finfo(dtype).eps / 2
 
 
 @pytest.mark.parametrize(("width", "dtype", "terms"), CASES, ids=str)
@@ -96,11 +97,44 @@ def test_losses_and_gradients_are_those_of_fp64_rounded_once(width, terms, dtype
     assert torch.equal(losses.row_losses_(over, targets, width, *terms, 4.0), found)
     for made, factor in ((grads, factors[:, None].double()), (over, torch.full((), 4.0, device=DEVICE).double())):
         assert made.dtype == dtype
-        bound = (right_grads.abs() * unit(dtype, way) + 4 * error) * factor.abs()
+        bound = (right_grads.abs() * unit(dtype) + 4 * error) * factor.abs()
         difference = (made[:, :width].double() - right_grads * factor).abs()
         assert (difference <= bound + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps).all()
         assert not made[:, width:].any()
         assert not made[1].any()
+
+
+@pytest.mark.parametrize("fmt", ["e5m2", "e4m3"])
+@pytest.mark.parametrize(("width", "dtype", "terms"), CASES, ids=str)
+def test_codes_are_those_of_the_gradient_and_take_the_first_half_of_each_row(width, terms, dtype, fmt, way):
+    from halfstep.torch.cast import to_native
+
+    kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    casts, terms = casts_for(f"{kind}-mixed,compute=e4m3,grad={fmt}"), terms._replace(z_loss=0.0)
+    operand, factor, scale = casts.precision.grad_operand.format, losses.SCALES.get(dtype, 1.0), scale_of(casts)
+    given, targets = (draw(5, width) * 4).to(dtype), targets_of(5, width)
+    right, right_grads = exact(given, targets, terms)
+    error, wide = inside(given, terms), given.clone()
+    expected = losses.row_losses_(wide, targets, width, *terms, factor)
+    wanted = to_native(wide.float() * (scale / factor), operand, overflow="saturate")
+    assert torch.equal(coded_row_losses_(given, targets, casts.words, *terms[:3]), expected)
+    found = given.view(wanted.dtype)[:, :width]
+    assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+    assert not found[1].float().any()
+    # Rounded to the logits' format, then to the codes': half a unit of each, or of their smallest numbers.
+    smallest = torch.finfo(dtype).smallest_normal / factor + operand.smallest_subnormal / scale
+    bound = right_grads.abs() * (unit(dtype) + (1 + unit(dtype)) * operand.epsilon / 2) + 8 * error + smallest
+    assert ((found.double() / scale - right_grads).abs() <= bound).all()
+
+
+def test_codes_of_a_row_that_is_not_finite_are_not(way):
+    given = draw(3, 200, dtype=torch.bfloat16)
+    given[0, 3], given[2, 150] = torch.inf, torch.nan
+    casts = casts_for("bf16-mixed,compute=e4m3,grad=e5m2")
+    found = coded_row_losses_(given, torch.ones(3, dtype=torch.int64, device=DEVICE), casts.words, -100, 0.0, 0.0)
+    codes = given.view(torch.float8_e5m2)[:, :200].float()
+    assert found.isnan().tolist() == [True, False, True]
+    assert [bool(row.isfinite().all()) for row in codes] == [False, True, False]
 
 
 def test_columns_of_minus_infinity_have_no_share_and_a_row_that_is_not_finite_has_no_loss(way):
@@ -167,7 +201,7 @@ def test_a_linear_layer_with_its_loss_has_the_gradients_of_fp64(chunks, reductio
     total = {"sum": right.sum(), "mean": right.sum() / 7, "none": right.view(2, 4)}[reduction]
     assert ((loss.double() - total).abs() <= error * (right.abs().sum() + 8)).all()
     # g is rounded once, its errors add up over the sum, and an fp32 sum of so many terms has some of its own.
-    off = (g.abs() * unit(dtype, way) + error + torch.finfo(dtype).tiny * 2.0**-14) * factors.abs()
+    off = (g.abs() * unit(dtype) + error + torch.finfo(dtype).tiny * 2.0**-14) * factors.abs()
     g = g * factors
     sums = (width + 8 + 16) * 2.0**-24
     expected = (
