@@ -1,6 +1,7 @@
 """Times a linear layer with its cross-entropy, forward and backward, and a step of GPT-2 124M with and without it.
 
     python benchmarks/measure/loss.py [--repeats 12] [--sweep] [--no-step]
+    python benchmarks/measure/loss.py --head
 
     torch       bf16 matmul of an fp32 weight, `F.cross_entropy` of widened logits, compiled
     rows        halfstep's linear layer, then its kernel on the logits, which stay as they are, compiled
@@ -10,6 +11,8 @@
 
 Arms of one shape take turns; the median of their milliseconds, and the peak of memory beyond what the inputs take.
 `--sweep` times the kernel alone for several blocks and warps, beside a copy of the same bytes.
+`--head` only compares a head with its loss in bf16 and fp8, compiled, as `fp8-mixed` times it to choose, and
+times the kernels that make both layouts of the gradient's codes; some 30 seconds.
 Needs an NVIDIA GPU; `--tiny` runs small shapes on any machine, only to show that it runs.
 """
 
@@ -27,8 +30,11 @@ from torch import Tensor
 
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
-from halfstep.torch import casts_for, linear, linear_cross_entropy, losses
-from halfstep.torch.layers import cross_entropy
+from halfstep.core.precision import precisions
+from halfstep.torch import casts_for, layers, linear, linear_cross_entropy, losses
+from halfstep.torch.fp8 import coded_loss
+from halfstep.torch.layers import casts_of, cross_entropy
+from halfstep.torch.measure import LayerWork, time_layer
 from halfstep.torch.session import Session
 
 SHAPES = [
@@ -39,6 +45,8 @@ SHAPES = [
     (8192, 4096, 128256),
 ]
 TINY = [(64, 16, 48)]
+HEADS = [(32768, 768, 50304), (16384, 2048, 50304)]
+FP8 = precisions(Policy.parse("bf16-mixed,compute=e4m3,grad=e5m2"), ["head"])["head"]
 FORMS = [(block, warps) for block in (4096, 8192, 16384, 32768) for warps in (8, 16, 32)]
 CASTS = casts_for("bf16-mixed")
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -166,15 +174,61 @@ def sweep(repeats: int) -> None:
     kernel.BLOCK, kernel.WARPS = 8192, 16
 
 
+def compare_heads(shapes: list[tuple[int, int, int]], repeats: int, device: str) -> None:
+    """Prints ms of a training pass in bf16 and fp8, the eager peak of each, and ms of each kernel of the codes."""
+    precisions = (FP8.widened(), FP8)
+    for tokens, width, vocabulary in shapes:
+        work = LayerWork(width, vocabulary, tokens, False, True, torch.device(device), device == "cuda", loss=1)
+        bf16, fp8 = (1000 * seconds for seconds in time_layer(work, precisions))
+        print(f"{tokens} x {width} x {vocabulary}: bf16 {bf16:.2f} ms, fp8 {fp8:.2f} ms, {bf16 / fp8:.3f} times")
+        x = torch.randn(tokens, width, device=device).bfloat16().requires_grad_()
+        weight = (torch.randn(vocabulary, width, device=device) * 0.02).bfloat16().float().requires_grad_()
+        targets = torch.randint(vocabulary, (tokens,), device=device)
+        for name, precision in zip(("bf16", "fp8"), precisions, strict=True):
+            peak, loss = peak_of(x, weight, targets, casts_of(precision), device)
+            print(f"  {name}: eager peak {peak:,.0f} MiB, loss {loss:.5f}")
+        logits = losses._logits(x.detach(), weight.detach().bfloat16(), None)
+        given, casts = (targets, vocabulary, *losses.PLAIN, 1.0), casts_of(FP8)
+        codes, other = coded_loss._codes(logits, casts), torch.empty_like(logits).view(torch.float8_e5m2)
+        kernels = {
+            "copy of the logits": logits.clone,
+            "loss, bf16 gradient": partial(losses.row_losses_, logits, *given),
+            "loss, codes": partial(coded_loss.coded_row_losses_, logits, targets, casts.words, *losses.PLAIN[:3]),
+            "transpose of codes": partial(
+                coded_loss._transposed, codes, other.view(-1)[: codes.numel()].view(vocabulary, tokens)
+            ),
+        }
+        for name, run in kernels.items():
+            run()
+            print(f"  {name}: {statistics.median(timed(run, device) for _ in range(repeats)):.3f} ms", flush=True)
+
+
+def peak_of(x: Tensor, weight: Tensor, targets: Tensor, casts: Any, device: str) -> tuple[float, float]:
+    """Returns the MiB that a pass takes beyond its inputs, and the mean loss."""
+    x.grad = weight.grad = None
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    total, _ = layers.linear_cross_entropy(x, weight, None, targets, casts)
+    total.backward()
+    peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
+    return peak / 2**20, float(total.detach()) / targets.shape[0]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--sweep", action="store_true", help="also time the kernel alone")
     parser.add_argument("--no-step", action="store_true", help="leave the steps of 124M out")
+    parser.add_argument("--head", action="store_true", help="only compare a head in bf16 and fp8")
     parser.add_argument("--tiny", action="store_true", help="use small shapes on the CPU")
     options = parser.parse_args()
     device = "cpu" if options.tiny else "cuda"
     begun, lines = time.perf_counter(), []
+    if options.head:
+        compare_heads([(32, 16, 48), (64, 16, 48)] if options.tiny else HEADS, options.repeats, device)
+        print(f"done after {time.perf_counter() - begun:.0f} s")
+        return
     if options.sweep:
         sweep(options.repeats)
     results = {} if options.no_step else {"124M, 32 x 1024": measure_step(options.repeats, device)}

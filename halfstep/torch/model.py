@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from halfstep.config.model import ModelConfig, module_names, parameter_shapes
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.torch import layers
+from halfstep.torch.fp8.coded_loss import why_not_coded
 from halfstep.torch.layers import CastedLinear, Layer, Matmul, Norm
 from halfstep.torch.losses import Terms, why_not
 from halfstep.torch.lowering import Casts, enter, owned, rounded
@@ -85,12 +86,16 @@ class Decoder(Layer):
                 skips.append(x_BTD)
         x_BTD = self.final_norm(x_BTD)
         if targets_BT is not None and not self.lm_head.why_not_fused(x_BTD, casts):
-            terms = Terms(softcap=self.config.softcap)
-            return self.lm_head.loss(x_BTD, self.embed.weight, targets_BT, terms, self.loss_chunks)
+            return self.lm_head.loss(x_BTD, self.embed.weight, targets_BT, self.terms, self.loss_chunks)
         logits = self.lm_head(x_BTD, self.embed.weight)
         if targets_BT is None:
             return logits  # type: ignore[no-any-return]
         return layers.cross_entropy(logits, targets_BT, casts, self.config.softcap)
+
+    @property
+    def terms(self) -> Terms:
+        """What a loss that is fused with the head consists of."""
+        return Terms(softcap=self.config.softcap)
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor, called: nn.Module | None = None) -> Tensor:
         """Returns the sum over all targets of the negative log-likelihood, in the loss format.
@@ -321,6 +326,13 @@ class Head(Matmul):
         if len(self._forward_hooks) > watched or self._forward_pre_hooks:
             return "lm_head has hooks, which see its logits"
         return why_not(beside, casts.compute, model)
+
+    def gradient_codes(self, terms: Terms) -> str:
+        """Returns how `loss` narrows the logits' gradient, in words; empty if its matmuls are wide."""
+        if self.casts.wide is None:
+            return ""
+        why = why_not_coded(self.casts, terms)
+        return f", and scaled by its amax: {why}" if why else ", as codes scaled by its bound"
 
     def matrix_sizes(self) -> list[tuple[int, int]]:
         """Returns the size of its own matrix, or the embedding's."""

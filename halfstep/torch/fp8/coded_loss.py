@@ -1,25 +1,25 @@
 """The cross-entropy of a narrow head, whose logits become the 8-bit codes of their own gradient.
 
-What loss.py does needs the amax of the logits' gradient g before its codes: g is written in bf16, read for its amax,
-and read again for each layout of codes. Here the loss writes the codes.
+By way of loss.py, the logits' gradient g is written in bf16, read for its amax, and read again for each layout of
+its codes. Here the loss writes the codes.
 
-1. The scale follows from a bound. Without z_loss, before what comes in,
+1. The scale follows from a bound. Without z_loss, and before what comes in,
 
        g = slope (p - smoothing / n - (1 - smoothing) [target])     0 <= p, slope, smoothing <= 1
 
-   is at most 1 in magnitude. So its scale is that of an amax of 1, the same for every batch and chunk: 2^15 in e5m2,
-   2^8 in e4m3. Roundings may exceed 1 by a little; what fits is up to 1.75.
+   is at most 1 in magnitude. So its scale is that of an amax of 1, for every batch and every chunk: 2^15 in e5m2,
+   2^8 in e4m3. Roundings inside may exceed 1 by a little; up to 1.75 there is room.
 
-2. The same bits as by its amax, if that is above 0.875: such amaxes have the same scale. Of cross-entropy alone, that
-   is if some token gave its target less than 1/8. If none did, g is in lower binades than its amax would put it in.
-   Then numbers from 2^-29 on (e5m2; e4m3: 2^-14) have the same bits, and smaller ones are off by 2^-32 (2^-18) at
-   most, as they are for an amax of 1.
+2. The same bits as by its amax, if that is above 0.875: all amaxes from there to 1.75 have this scale. Of plain
+   cross-entropy, it is above if some token gave its target less than 1/8. If none did, g lies in lower binades
+   than its amax would put it in. Then numbers from 2^-29 on (in e4m3: 2^-14) still have the same bits, and smaller
+   ones are off by at most 2^-32 (2^-18), as they are in any batch whose amax is 1.
 
-3. Both roundings stay: g to the compute format, as the gradient of an activation, then to the codes. So with a power
-   of two coming in, no bit differs from the layer followed by the loss, as in loss.py.
+3. Both roundings stay: g to the compute format, as the gradient of an activation, then to the codes. So if what
+   comes in is a power of two, no bit differs from the layer followed by the loss, as in loss.py.
 
 4. Memory. A row's codes take the first half of its logits. The second halves hold the transposed codes that
-   grad_weight needs, some outputs at a time: as many as there are tokens, if a row of tokens fits.
+   grad_weight needs, some outputs at a time: as many as there are tokens, if a row of tokens fits there.
 
 5. Weight and input are cast once; their transposed codes are made of the codes.
 
@@ -79,7 +79,7 @@ def coded_in_graph(words: str, *given: Any) -> tuple[Tensor, Tensor]:
 def coded_row_losses_(
     logits: Tensor, targets: Tensor, words: str, ignored: int, smoothing: float, cap: float
 ) -> Tensor:
-    """Returns the loss of each row in fp32; the codes of its gradient are written over the first half of the row."""
+    """Returns the loss of each row in fp32; codes of its gradient are written over the first half of the row."""
     casts, terms, width = NAMED[words], Terms(ignored, smoothing, cap), logits.shape[1]
     codes, factor = _codes(logits, casts), SCALES.get(casts.compute, 1.0)
     scale = scale_of(casts) / factor
@@ -99,8 +99,9 @@ def _(logits: Tensor, *_: Any) -> Tensor:
 
 @torch.library.custom_op("halfstep::coded_gradients", mutates_args=())
 def coded_gradients(
-    logits: Tensor, x: Tensor, w: Tensor, x_inv: Tensor, w_inv: Tensor, g_inv: Tensor, needs: list[bool], words: str
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, x: Tensor, w: Tensor, x_inv: Tensor, w_inv: Tensor, g_inv: Tensor, needs: list[bool],
+    words: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns grad_input and grad_weight, empty if nobody `needs` one, of what `coded_row_losses_` wrote.
 
     x and w are codes. The other halves of the logits are written to, which hold nothing: the arguments mean the
@@ -123,8 +124,8 @@ def _(logits: Tensor, x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]
 
 @torch.library.custom_op("halfstep::coded_cross_entropy", mutates_args=())
 def coded_chunks(
-    x: Tensor, w: Tensor, x_inv: Tensor, w_inv: Tensor, chunks: int, targets: Tensor, needs: list[bool], words: str,
-    ignored: int, smoothing: float, cap: float, size: int,
+    x: Tensor, w: Tensor, x_inv: Tensor, w_inv: Tensor, chunks: int, targets: Tensor, needs: list[bool],
+    words: str, ignored: int, smoothing: float, cap: float, size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """As losses.linear_gradients, of codes; both gradients are fp32."""
     casts, terms = NAMED[words], (ignored, smoothing, cap)

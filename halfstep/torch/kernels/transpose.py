@@ -1,7 +1,7 @@
 """The transpose of a matrix of 8-bit codes: an fp8 matmul takes both operands with the summed dimension last.
 
-Four rows of four bytes are transposed in registers, so that what programs exchange is words of four bytes: byte by
-byte, the exchange through shared memory would take longer than the memory itself. Each byte is read and written once.
+Four rows of four bytes are transposed in registers, so that threads exchange words of four bytes: byte by byte,
+the exchange through shared memory would take longer than reading and writing each byte once.
 """
 
 import torch

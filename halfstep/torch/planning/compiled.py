@@ -29,12 +29,12 @@ from torch.utils.flop_counter import flop_registry
 from halfstep.torch.planning.ledger import rounded
 from halfstep.torch.planning.tracker import (
     ATTENTION_BACKWARD,
-    CHUNKED_LOSSES,
+    FUSED,
     Tracker,
     Work,
-    logits_of_chunk,
+    memory_of_fused,
     work_of,
-    works_of_loss,
+    works_of_fused,
 )
 
 # inductor's realize_reads_threshold, realize_acc_reads_threshold and realize_opcount_threshold
@@ -198,16 +198,15 @@ def _play(kernels: Kernels, tracker: Tracker, *inputs: Any) -> Any:
         live[buffer] = ledger.allocate(size, trace.phase, _shape(buffer))
         if _name(maker) in ATTENTION_BACKWARD and buffer.args[1] == 0:  # type: ignore[arg-type]
             ledger.passing(4 * buffer.meta["val"].numel(), trace.phase)
-        if _name(maker) in CHUNKED_LOSSES and buffer.args[1] == 0:
-            chunk = logits_of_chunk(_name(maker), *_tensors(maker), maker.args[4])  # type: ignore[arg-type]
-            ledger.passing(chunk, trace.phase)
+        if _name(maker) in FUSED and buffer.args[1] == 0:
+            ledger.passing(memory_of_fused(_name(maker), _values(maker.args)), trace.phase)
         for node in [*dying, *([buffer] if buffer in kernels.unread else [])]:
             if node in live:
                 _free(tracker, live.pop(node))
     made = [buffer for buffer in kernels.buffers if buffer.target is not operator.getitem]
     for node in (*made, *kernels.several):
-        if _name(node) in CHUNKED_LOSSES:
-            trace.work += works_of_loss(_name(node), *_tensors(node), trace.phase)
+        if _name(node) in FUSED:
+            trace.work += works_of_fused(_name(node), _values(node.args), trace.phase)
         else:
             trace.work.append(_work(kernels, node, trace.phase))
     for node, key in live.items():
@@ -253,7 +252,7 @@ def _work(kernels: Kernels, buffer: fx.Node, phase: str) -> Work:
     function: Any = buffer.args[0] if buffer.target is auto_functionalized_v2 else buffer.target
     if is_called(buffer) and hasattr(function, "_schema"):
         name = str(function._schema.name).partition("::")[2]
-        args, kwargs = fx.map_arg((buffer.args, buffer.kwargs), lambda n: n.meta["val"])
+        args, kwargs = _values((buffer.args, buffer.kwargs))
         values = [n.meta["val"] for n in buffer.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
         out = buffer.meta["val"]
         made = [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, Tensor)]
@@ -263,10 +262,9 @@ def _work(kernels: Kernels, buffer: fx.Node, phase: str) -> Work:
     return Work("bytes", "", (), 0, reads + nbytes_of(buffer), phase)
 
 
-def _tensors(loss: fx.Node) -> tuple[Tensor, Tensor]:
-    """Returns the rows and the matrix of a loss in chunks."""
-    rows, w = (node.meta["val"] for node in loss.args[:2])  # type: ignore[union-attr]
-    return rows, w
+def _values(args: Any) -> Any:
+    """Returns arguments with tensors in place of nodes."""
+    return fx.map_arg(args, lambda node: node.meta["val"])
 
 
 def _maker(buffer: fx.Node) -> fx.Node:

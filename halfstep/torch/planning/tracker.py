@@ -28,8 +28,13 @@ ATTENTION_BACKWARD = {
     "_scaled_dot_product_cudnn_attention_backward",
     "_scaled_dot_product_efficient_attention_backward",
 }
-# Ours, whose logits exist a chunk at a time (losses.py, fp8/loss.py); what is multiplied, if not what is given.
-CHUNKED_LOSSES = {"linear_cross_entropy": "", "narrow_cross_entropy": "e4m3"}
+# Ours, of several matmuls (losses.py, fp8/loss.py, fp8/coded_loss.py): a linear layer with its loss in chunks, and
+# the gradients of one; what is multiplied, if not what is given.
+GRADIENTS = "coded_gradients"
+FUSED = {
+    "linear_cross_entropy": "",
+    **dict.fromkeys(("narrow_cross_entropy", "coded_cross_entropy", GRADIENTS), "e4m3"),
+}
 # Operations that launch nothing.
 _FREE = {"detach", "alias", "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "lift_fresh"}
 
@@ -113,9 +118,9 @@ class Tracker(TorchDispatchMode):
         view = bool(made) and all(self.follow(t) is False for t in made)
         if not made or (view and not function._schema.is_mutable) or name in _FREE:
             return
-        if name in CHUNKED_LOSSES:
-            self.trace.work += works_of_loss(name, args[0], args[1], self.trace.phase)
-            self.trace.ledger.passing(logits_of_chunk(name, args[0], args[1], args[4]), self.trace.phase)
+        if name in FUSED:
+            self.trace.work += works_of_fused(name, args, self.trace.phase)
+            self.trace.ledger.passing(memory_of_fused(name, args), self.trace.phase)
             return
         self.trace.work.append(work_of(function, name, given, made, args, kwargs, out, self.trace.phase))
         if name in ATTENTION_BACKWARD:
@@ -154,20 +159,35 @@ class Tracker(TorchDispatchMode):
         self.drop(key)
 
 
-def works_of_loss(name: str, rows: Tensor, w: Tensor, phase: str) -> list[Work]:
-    """Describes a linear layer with its loss, in chunks: three matmuls, and a pass over the logits and back."""
-    (tokens, width), vocabulary, dtype = rows.shape, w.shape[0], CHUNKED_LOSSES[name] or _format(rows.dtype)
-    logits = tokens * vocabulary * rows.element_size()
+def works_of_fused(name: str, args: Any, phase: str) -> list[Work]:
+    """Describes what an operation of `FUSED` does: matmuls, and passes over the logits or their codes."""
+    rows, w = args[1:3] if name == GRADIENTS else args[:2]
+    (tokens, width), vocabulary, dtype = rows.shape, w.shape[0], FUSED[name] or _format(rows.dtype)
+    numbers, flops = tokens * vocabulary, 2 * tokens * width * vocabulary
     shapes = ((tokens, width, vocabulary), (tokens, vocabulary, width), (vocabulary, tokens, width))
-    flops = 2 * tokens * width * vocabulary
-    products = [Work("matmul", dtype, shape, flops, logits, phase) for shape in shapes]
-    return [*products, Work("bytes", "", (), 0, 2 * logits, phase)]
+    if name == GRADIENTS:
+        wanted = [shape for shape, needed in zip(shapes[1:], args[6], strict=True) if needed]
+        products = [Work("matmul", dtype, shape, flops, numbers, phase) for shape in wanted]
+        return [*products, Work("bytes", "", (), 0, 2 * numbers * args[6][1], phase)]
+    logits = numbers * max(2, rows.element_size())  # also of codes
+    return [
+        *(Work("matmul", dtype, shape, flops, logits, phase) for shape in shapes),
+        Work("bytes", "", (), 0, 2 * logits, phase),
+    ]
 
 
-def logits_of_chunk(name: str, rows: Tensor, w: Tensor, chunks: int) -> int:
-    """Returns the bytes of the logits that exist at a time, and of their gradient's codes if it has some."""
-    numbers = -(-rows.shape[0] // chunks) * w.shape[0]
-    return numbers * rows.element_size() + (min(2 * numbers, CODES) if CHUNKED_LOSSES[name] else 0)
+def memory_of_fused(name: str, args: Any) -> int:
+    """Returns the bytes that such an operation holds inside: logits of a chunk, and codes that do not fit in."""
+    rows, w = args[1:3] if name == GRADIENTS else args[:2]
+    tokens = rows.shape[0] if name == GRADIENTS else -(-rows.shape[0] // args[4])
+    numbers = tokens * w.shape[0]
+    logits = 0 if name == GRADIENTS else numbers * max(2, rows.element_size())
+    if name == "narrow_cross_entropy":
+        return logits + min(2 * numbers, CODES)
+    if not FUSED[name]:
+        return logits
+    # Transposed codes of weight and input; of the gradient, where its tokens do not fit beside its own.
+    return logits + w.numel() + tokens * rows.shape[1] + (min(numbers, CODES) if tokens > w.shape[0] else 0)
 
 
 def work_of(

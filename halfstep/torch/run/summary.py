@@ -60,7 +60,9 @@ def _loss(run: RunParts) -> Iterator[str]:
     """How our decoder computes its loss, on a device that has a kernel for it."""
     if isinstance(run.model, Decoder) and run.model.cos_TK.device.type in layers.FUSED_ON:
         why = run.model.why_not_fused()
-        yield f"  loss: of logits in fp32: {why}" if why else "  loss: with the head, its gradient over the logits"
+        codes = run.model.lm_head.gradient_codes(run.model.terms)
+        fused = f"with the head, its gradient over the logits{codes}"
+        yield f"  loss: {f'of logits in fp32: {why}' if why else fused}"
 
 
 def _measured(run: RunParts) -> Iterator[str]:

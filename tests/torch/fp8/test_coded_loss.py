@@ -1,4 +1,4 @@
-"""Logits that become the codes of their gradient: the bits of a scale by its amax, and a bound where they differ."""
+"""Logits that become codes of their gradient: the bits of a scale by its amax, and a bound where they differ."""
 
 import pytest
 import torch

@@ -113,7 +113,7 @@ def test_codes_are_those_of_the_gradient_and_take_the_first_half_of_each_row(wid
     casts, terms = casts_for(f"{kind}-mixed,compute=e4m3,grad={fmt}"), terms._replace(z_loss=0.0)
     operand, factor, scale = casts.precision.grad_operand.format, losses.SCALES.get(dtype, 1.0), scale_of(casts)
     given, targets = (draw(5, width) * 4).to(dtype), targets_of(5, width)
-    right, right_grads = exact(given, targets, terms)
+    _, right_grads = exact(given, targets, terms)
     error, wide = inside(given, terms), given.clone()
     expected = losses.row_losses_(wide, targets, width, *terms, factor)
     wanted = to_native(wide.float() * (scale / factor), operand, overflow="saturate")
@@ -340,6 +340,7 @@ def test_the_decoder_fuses_its_head_with_its_loss(policy, tied, chunks, monkeypa
 
     def passes():
         model = decoder(policy, tied=tied)
+        assert not model.lm_head.gradient_codes(model.terms)
         model.loss_chunks = chunks
         loss = model.loss(tokens[:, :-1], tokens[:, 1:])
         (loss * 0.1).backward()
@@ -367,6 +368,8 @@ def test_the_decoder_fuses_a_narrow_head_with_its_loss_bit_for_bit(scales, monke
 
     def passes(hooked):
         model = decoder(f"bf16-mixed; lm_head: compute=e4m3{scales},grad=e5m2{scales}", vocabulary=48)
+        said = model.lm_head.gradient_codes(model.terms)
+        assert said.endswith("amax: its scales are of earlier updates" if scales else "codes scaled by its bound")
         if hooked:
             model.lm_head.register_forward_hook(lambda *_: None)
         loss = model.loss(tokens[:, :-1], tokens[:, 1:])
