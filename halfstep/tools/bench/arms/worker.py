@@ -31,6 +31,8 @@ from halfstep.tools.bench.workers import serve
 
 # Matmuls of the ceiling in one timed step: long enough to be a measurement, about 15 ms on an H200.
 PRODUCTS = 10
+# Steps of a profile, and the time between its kernels.
+PROFILED, IDLE = 4, "(idle)"
 # Part of the name of every attention kernel.
 ATTENTION = re.compile(r"flash|fmha|attention|sdpa", re.IGNORECASE)
 
@@ -195,18 +197,29 @@ def _syncs(work: Callable[[], Any]) -> int:
 
 
 def _profile(work: Callable[[], Any]) -> dict[str, float]:
-    """Returns the milliseconds of each kernel, longest first; nothing if this machine cannot be profiled."""
+    """Returns the milliseconds of each kernel of a step, longest first, and those in which none ran (`IDLE`).
+
+    Of several steps in a row, because a device that was idle runs faster than one that is hot. Nothing if this
+    machine cannot be profiled.
+    """
+    work()
     try:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            work()
+            for _ in range(PROFILED):
+                work()
             torch.cuda.synchronize()
     except RuntimeError:
         traceback.print_exc()
         return {}
     taken: dict[str, float] = {}
-    for event in sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total):
-        taken[event.key[:100]] = taken.get(event.key[:100], 0.0) + round(event.self_device_time_total / 1e3, 4)
-    return taken
+    begins, ends, busy = float("inf"), 0.0, 0.0
+    for kernel in profile.events():
+        if kernel.device_type == torch.autograd.DeviceType.CUDA:
+            begun, ended = kernel.time_range.start, kernel.time_range.end
+            begins, ends, busy = min(begins, begun), max(ends, ended), busy + ended - begun
+            taken[kernel.name[:100]] = taken.get(kernel.name[:100], 0.0) + (ended - begun) / PROFILED / 1e3
+    taken[IDLE] = max(0.0, ends - begins - busy) / PROFILED / 1e3
+    return {name: round(taken[name], 4) for name in sorted(taken, key=lambda name: -taken[name])}
 
 
 if __name__ == "__main__":
