@@ -45,6 +45,7 @@ from halfstep.torch.fp8.coded_loss import coded_in_graph
 from halfstep.torch.fp8.delayed import History
 from halfstep.torch.fp8.linear import NAMED, in_graph, narrow_linear
 from halfstep.torch.fp8.loss import loss_in_graph, narrow_losses
+from halfstep.torch.kernels import epilogue
 from halfstep.torch.lowering import (
     Casts,
     autocast_error,
@@ -57,12 +58,21 @@ from halfstep.torch.lowering import (
     owned,
     rounded,
 )
-from halfstep.torch.matmul import Rows, Scores, apply_linear, eager_linear, linear_in_steps, scores_in_steps
+from halfstep.torch.matmul import (
+    LinearGeluLinear,
+    Rows,
+    Scores,
+    apply_linear,
+    eager_linear,
+    linear_in_steps,
+    scores_in_steps,
+    why_not_fused,
+)
 from halfstep.torch.norms import normalized
 from halfstep.torch.recompute import NODE, again, dropping
 from halfstep.torch.split.holder import Holder
 from halfstep.torch.split.operand import is_split, operand_of, through
-from halfstep.torch.tracing import transforming
+from halfstep.torch.tracing import gelu_of, mark_new, note_linear, transforming
 
 # How torch may compute attention. On these devices it has kernels that never store the scores, and may take none.
 FUSED_ON = ("cuda",)
@@ -128,8 +138,12 @@ def linear(
     *,
     transposed: bool = False,
     history: History | None = None,
+    watched: bool = False,
 ) -> Tensor:
-    """Returns x W^T + b, or x W + b if the matrix is held `transposed`; `history` scales delayed operands."""
+    """Returns x W^T + b, or x W + b if the matrix is held `transposed`; `history` scales delayed operands.
+
+    If it is not `watched` by hooks, compiled code may compute it together with the layer before.
+    """
     with torch._C.DisableTorchFunction():
         if torch._C._is_any_autocast_enabled():
             raise autocast_error()
@@ -161,7 +175,20 @@ def linear(
         with dropping(x):
             if casts.wide is not None:
                 return narrow_linear(x, values, owner, bias, casts, history)
-            return apply_linear(x, values, owner, None if bias is None else bias.detach(), bias, casts)
+            parts = (values, owner, None if bias is None else bias.detach(), bias)
+            if torch.compiler.is_compiling() and torch.is_grad_enabled() and not watched:
+                return _traced_linear(x, parts, casts)
+            return apply_linear(x, *parts, casts)
+
+
+def _traced_linear(x: Tensor, parts: tuple[Any, ...], casts: Casts) -> Tensor:
+    """Returns the product; if x is the GELU of another, from what that was made of."""
+    if epilogue.device_lacks(x.device):
+        return apply_linear(x, *parts, casts)
+    origin = gelu_of(x)
+    if origin is None or origin.casts is not casts or why_not_fused(x, origin.weight[0], parts[0], casts):
+        return note_linear(apply_linear(x, *parts, casts), x, parts, casts)
+    return LinearGeluLinear.apply(origin.x, *origin.weight, *parts, origin.lean, casts.compute)  # type: ignore[no-any-return]
 
 
 def check_transformed(weight: Tensor, casts: Casts) -> Tensor:
@@ -202,9 +229,13 @@ def rms_norm(x: Tensor, gain: Tensor | None, casts: Casts, eps: float | None = 1
     """Returns x / sqrt(mean(x^2) + eps) * gain over the last dims: inside in the norm format, out in compute."""
     with torch._C.DisableTorchFunction():
         if _is_plain_norm(x, gain, casts):
-            return normalized(x, gain, None, eps, dims, casts.compute, False)
+            return _new(normalized(x, gain, None, eps, dims, casts.compute, False))
         x, gain = island(x, "norm", casts), gain if gain is None else own(gain, "norm", casts)
         return leave(torch.rms_norm(x, x.shape[-dims:], gain, eps), "norm", casts)
+
+
+def _new(y: Tensor) -> Tensor:
+    return mark_new(y) if torch.compiler.is_compiling() else y
 
 
 def _is_plain_norm(x: Tensor, gain: Tensor | None, casts: Casts) -> bool:
@@ -220,7 +251,7 @@ def layer_norm(
     """Returns (x - mean) / sqrt(variance + eps) * gain + bias over the last dims, in the formats of `rms_norm`."""
     with torch._C.DisableTorchFunction():
         if _is_plain_norm(x, gain, casts):
-            return normalized(x, gain, bias, eps, dims, casts.compute, True)
+            return _new(normalized(x, gain, bias, eps, dims, casts.compute, True))
         x, gain, bias = island(x, "norm", casts), own(gain, "norm", casts), own(bias, "norm", casts)
         return leave(torch.layer_norm(x, x.shape[-dims:], gain, bias, eps), "norm", casts)
 
@@ -465,7 +496,8 @@ class CastedLinear(Matmul, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Returns the layer's output."""
         casts = self.casts or casts_like(x)
-        return linear(x, self.weight, self.bias, casts, history=self.halfstep_history)
+        watched = bool(self._forward_hooks)
+        return linear(x, self.weight, self.bias, casts, history=self.halfstep_history, watched=watched)
 
 
 class Norm(Layer):

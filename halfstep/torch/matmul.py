@@ -24,11 +24,13 @@ from torch import Tensor
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import Format
 from halfstep.torch.cast import carried
+from halfstep.torch.kernels import epilogue
 from halfstep.torch.lowering import Casts
 from halfstep.torch.split.operand import through
 from halfstep.torch.tracing import recording, transforming
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
+NARROW = (torch.bfloat16, torch.float16)
 LARGE = 4096  # outputs, such as a vocabulary's, from which on a slow kernel counts
 
 
@@ -196,6 +198,73 @@ def save(ctx: Any, tensors: Sequence[Tensor], owners: Sequence[Tensor | None]) -
 def owners_of(ctx: Any) -> Sequence[Tensor | None]:
     """Returns the owners that were given to `save`, after two tensors."""
     return ctx.saved_tensors[2:] if ctx.owners is None else ctx.owners  # type: ignore[no-any-return]
+
+
+class LinearGeluLinear(torch.autograd.Function):
+    """down(gelu(up(x))) of an x in compute, with matmuls that compute the GELU (kernels/epilogue.py).
+
+    Only compiled code runs it: eager code computes a layer before it knows what follows. gelu(h) is kept for the
+    gradient of `down`; if `lean`, it is computed again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        up: Tensor,
+        up_owner: Tensor,
+        up_bias: Tensor | None,
+        up_bias_owner: Tensor | None,
+        down: Tensor,
+        down_owner: Tensor,
+        down_bias: Tensor | None,
+        down_bias_owner: Tensor | None,
+        lean: bool,
+        compute: torch.dtype,
+    ) -> Tensor:
+        """Returns the result."""
+        w1, w2 = up.to(compute), down.to(compute)
+        b1, b2 = (None if bias is None else bias.to(compute) for bias in (up_bias, down_bias))
+        rows = rows_of(x).contiguous()
+        h, act = epilogue.linear_gelu(rows, w1, b1)
+        ctx.save_for_backward(rows, w1, w2, h, *(() if lean else (act,)))
+        ctx.shape = x.shape
+        y = F.linear(act, w2, b2) if x.is_cuda or b2 is None else F.linear(act, w2) + b2
+        return y.view(*x.shape[:-1], w2.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradient of each input."""
+        rows, w1, w2, h, *kept = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        g = rows_of(g).contiguous()
+        dh = epilogue.linear_gelu_grad(g, w2, h)
+        grads: list[Tensor | None] = [None] * 11
+        if needs[0]:
+            grads[0] = torch.mm(dh, w1).view(ctx.shape)
+        if needs[2]:
+            grads[2] = matmul(dh.t(), rows, torch.float32)
+        if needs[4]:
+            grads[4] = dh.sum(0, dtype=torch.float32)
+        if needs[6]:
+            grads[6] = matmul(g.t(), kept[0] if kept else epilogue.gelu(h), torch.float32)
+        if needs[8]:
+            grads[8] = g.sum(0, dtype=torch.float32)
+        return tuple(grads)
+
+
+def why_not_fused(beside: Tensor, up: Tensor, down: Tensor, casts: Casts) -> str:
+    """Returns why two linear layers in compiled code keep their GELU between them; empty if it is fused.
+
+    On the device of a tensor, for matrices of (outputs, inputs).
+    """
+    if not casts.direct or casts.compute not in NARROW:
+        return "the layers are not native with all activations in bf16, or in fp16"
+    if any(size % 8 for size in (*up.shape, down.shape[0])):
+        return "a size of the layers is not a multiple of 8"
+    if transforming():
+        return "torch.func transforms it"
+    return epilogue.device_lacks(beside.device)
 
 
 class Rows(torch.autograd.Function):

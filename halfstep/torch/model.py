@@ -30,6 +30,7 @@ from halfstep.torch.layers import CastedLinear, Layer, Matmul, Norm
 from halfstep.torch.losses import Terms, why_not
 from halfstep.torch.lowering import Casts, enter, owned, rounded
 from halfstep.torch.recompute import again, dropping
+from halfstep.torch.tracing import note_gelu
 
 LEAN_CHUNKS = 4  # a quarter of the logits is less than what two or three layers keep; each costs a pass
 
@@ -258,7 +259,11 @@ class MLP(Layer):
         """Returns what the MLP adds to the stream."""
         gate = () if self.gate is None else (self.gate(x_BTD),)
         call = again if self.halfstep_recomputed else _call
-        return self.down(call(self._activated, self.up(x_BTD), *gate))  # type: ignore[no-any-return]
+        hidden = self.up(x_BTD)
+        activated = call(self._activated, hidden, *gate)
+        if torch.compiler.is_compiling() and self.kind == "gelu" and self.casts is self.up.casts:
+            activated = note_gelu(activated, hidden, self.halfstep_recomputed)
+        return self.down(activated)  # type: ignore[no-any-return]
 
     def _activated(self, hidden: Tensor, gate: Tensor | None = None) -> Tensor:
         """Returns what enters the second matmul."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.torch.tracing import recording, transforming
+from halfstep.torch.tracing import mark_new, recording, transforming
 
 
 def again(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
@@ -33,7 +33,7 @@ def again(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
     if not torch.is_grad_enabled() or transforming():
         return function(*inputs)
     if torch.compiler.is_compiling():
-        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+        return mark_new(checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False))
     with dropping(*inputs):
         return Again.apply(function, *inputs)  # type: ignore[no-any-return]
 

@@ -3,14 +3,25 @@
 `torch.compiler.is_compiling()` is true where dynamo interprets the code. What dynamo puts into its graph
 unopened (fp8/linear.py) runs later, when autograd traces that graph, and there torch 2.11 returns False and 2.13
 True. So the caller, which dynamo interprets, passes the answer on, and it holds for everything called inside.
+
+**Where a traced tensor comes from.** Two linear layers with a GELU between them are fused (matmul.py), which the
+second finds out: in code that dynamo interprets, the result of a linear layer carries what it was made of, and its
+GELU hands that on. Both layers are then computed where the second is called, from the input of the first, to which
+nobody may have written since. That is known of tensors that are new (`mark_new`: results of norms and of layers)
+and that no function of the model's own code was given (`touch`), not even to read: the first layer would be
+computed twice.
 """
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
+
+_UNTOUCHED, _ORIGIN = "halfstep_untouched", "halfstep_origin"
 
 
 class _Local(threading.local):
@@ -43,3 +54,51 @@ def traced(on: bool) -> Iterator[None]:
         yield
     finally:
         _local.traced = before
+
+
+class Origin(NamedTuple):
+    """What the result of a linear layer was made of."""
+
+    x: Tensor
+    weight: tuple[Any, ...]  # values, owner, and of the bias the same
+    casts: Any
+    untouched: list[list[bool]]  # of x, of the result, and of its GELU; each is empty once a function was given it
+    activated: bool = False  # by GELU
+    lean: bool = False
+
+
+def mark_new(y: Tensor) -> Tensor:
+    """Marks a new tensor, in code that is traced: nothing else shares its memory."""
+    setattr(y, _UNTOUCHED, [True])
+    return y
+
+
+def touch(given: Any) -> None:
+    """Notes that a function of the model's own code was given these arguments."""
+    for x in given:
+        if isinstance(x, Tensor) and hasattr(x, _UNTOUCHED):
+            getattr(x, _UNTOUCHED).clear()
+
+
+def note_linear(y: Tensor, x: Tensor, weight: tuple[Any, ...], casts: Any) -> Tensor:
+    """Returns the result of a linear layer with its origin, if its input is known not to change."""
+    if hasattr(x, _UNTOUCHED):
+        mark_new(y)
+        setattr(y, _ORIGIN, Origin(x, weight, casts, [getattr(x, _UNTOUCHED), getattr(y, _UNTOUCHED)]))
+    return y
+
+
+def note_gelu(y: Tensor, h: Tensor, lean: bool) -> Tensor:
+    """Returns the GELU of a tensor with the origin of that tensor."""
+    if hasattr(h, _ORIGIN):
+        mark_new(y)
+        origin = getattr(h, _ORIGIN)
+        untouched = [*origin.untouched, getattr(y, _UNTOUCHED)]
+        setattr(y, _ORIGIN, Origin(origin.x, origin.weight, origin.casts, untouched, True, lean))
+    return y
+
+
+def gelu_of(x: Tensor) -> Origin | None:
+    """Returns the origin of a tensor that is the GELU of a linear layer's result, if nothing was touched."""
+    origin = getattr(x, _ORIGIN) if hasattr(x, _ORIGIN) else None
+    return origin if origin is not None and origin.activated and all(origin.untouched) else None

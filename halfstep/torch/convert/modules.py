@@ -42,7 +42,8 @@ class TransposedLinear(Matmul):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the layer's output."""
-        return linear(x, self.weight, self.bias, self.casts, transposed=True, history=self.halfstep_history)
+        weight, history, watched = self.weight, self.halfstep_history, bool(self._forward_hooks)
+        return linear(x, weight, self.bias, self.casts, transposed=True, history=history, watched=watched)
 
     def matrix_sizes(self) -> list[tuple[int, int]]:
         """Returns (inputs, outputs) of the matrix."""

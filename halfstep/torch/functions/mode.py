@@ -33,12 +33,14 @@ from halfstep.core.formats import FP32
 from halfstep.torch.functions.entry import Scope, Skip, mapped
 from halfstep.torch.functions.lean import recomputed
 from halfstep.torch.functions.table import TABLE, VIEWS
-from halfstep.torch.functions.widened import follow, narrowed, wide_of
+from halfstep.torch.functions.widened import LOOKS, follow, narrowed, wide_of
 from halfstep.torch.lowering import Casts
 from halfstep.torch.split.parameter import HalfOfSplitMaster
+from halfstep.torch.tracing import mark_new, note_gelu, touch
 
 SPLIT, UNFLATTEN, FROM_NUMBER = Tensor.split, Tensor.unflatten, Tensor.__rsub__
 SUBTRACTION = TABLE[FROM_NUMBER]
+NORMS = frozenset((F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm))
 PLAIN = (Tensor, nn.Parameter, nn.Buffer, HalfOfSplitMaster)
 # Classes of arguments that are no split parameter.
 NEVER_SPLIT = frozenset((Tensor, int, float, bool, str, slice, tuple, list, torch.Size, torch.dtype, type(None)))
@@ -85,11 +87,23 @@ class PolicyMode(TorchFunctionMode):
 
 
 class TracedMode(PolicyMode):
-    """The same in code that is traced: it follows logits that the model widens to their loss (widened.py)."""
+    """The same in code that is traced.
+
+    It follows logits that the model widens to their loss (widened.py), and a GELU of a linear layer to the next
+    layer (tracing.py).
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = narrowed(args) if func is F.cross_entropy else args
-        return follow(func, args, kwargs or {}, super().__torch_function__(func, types, args, kwargs))
+        kwargs = kwargs or {}
+        y = super().__torch_function__(func, types, args, kwargs)
+        if func is F.gelu:
+            return note_gelu(y, args[0], self.lean) if args and kwargs.get("approximate") == "tanh" else y
+        if func in NORMS:
+            return mark_new(y)
+        if func not in LOOKS:
+            touch((*args, *kwargs.values()))
+        return follow(func, args, kwargs, y)
 
 
 # Called with (scope, function, args, kwargs, entry, skip reason) for each function, while a pass is recorded.

@@ -38,7 +38,7 @@ _MORE_VIEWS = frozenset(
 )
 # Several views, which dynamo sets no attributes of. To those of split, chunk and unbind torch refuses writes.
 _PARTS = frozenset(_named("tensor_split hsplit vsplit dsplit"))
-_LOOKS = frozenset(
+LOOKS = frozenset(
     _named(
         "size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex get_device __len__ "
         "element_size register_hook retain_grad requires_grad_"
@@ -74,7 +74,7 @@ class Widened(Tensor):
                 return _view(func(*args, **kwargs))
             if narrow and (func is Tensor.float or (func is Tensor.to and _changes_nothing(x, args, kwargs))):
                 return x
-            if func in _LOOKS:
+            if func in LOOKS:
                 return func(*args, **kwargs)
             if func in _WRITES and isinstance(x, Widened):
                 return _write(func, x, args, kwargs)
