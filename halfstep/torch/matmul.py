@@ -226,7 +226,7 @@ class LinearGeluLinear(torch.autograd.Function):
         w1, w2 = up.to(compute), down.to(compute)
         b1, b2 = (None if bias is None else bias.to(compute) for bias in (up_bias, down_bias))
         rows = rows_of(x).contiguous()
-        h, act = epilogue.linear_gelu(rows, w1, b1)
+        h, act = epilogue.linear_gelu(rows, w1.t(), b1)
         ctx.save_for_backward(rows, w1, w2, h, *(() if lean else (act,)))
         ctx.shape = x.shape
         y = F.linear(act, w2, b2) if x.is_cuda or b2 is None else F.linear(act, w2) + b2
@@ -238,7 +238,7 @@ class LinearGeluLinear(torch.autograd.Function):
         rows, w1, w2, h, *kept = ctx.saved_tensors
         needs = ctx.needs_input_grad
         g = rows_of(g).contiguous()
-        dh = epilogue.linear_gelu_grad(g, w2, h)
+        dh = epilogue.linear_gelu_grad(h, g, w2)
         grads: list[Tensor | None] = [None] * 11
         if needs[0]:
             grads[0] = torch.mm(dh, w1).view(ctx.shape)
@@ -259,9 +259,9 @@ def why_not_fused(beside: Tensor, up: Tensor, down: Tensor, casts: Casts) -> str
     On the device of a tensor, for matrices of (outputs, inputs).
     """
     if not casts.direct or casts.compute not in NARROW:
-        return "the layers are not native with all activations in bf16, or in fp16"
+        return "its layers are not native, or not in bf16 or fp16 throughout"
     if any(size % 8 for size in (*up.shape, down.shape[0])):
-        return "a size of the layers is not a multiple of 8"
+        return "a size of its layers is not a multiple of 8"
     if transforming():
         return "torch.func transforms it"
     return epilogue.device_lacks(beside.device)

@@ -29,6 +29,7 @@ from halfstep.torch.fp8.coded_loss import why_not_coded
 from halfstep.torch.layers import CastedLinear, Layer, Matmul, Norm
 from halfstep.torch.losses import Terms, why_not
 from halfstep.torch.lowering import Casts, enter, owned, rounded
+from halfstep.torch.matmul import why_not_fused
 from halfstep.torch.recompute import again, dropping
 from halfstep.torch.tracing import note_gelu
 
@@ -135,6 +136,11 @@ class Decoder(Layer):
     def why_not_fused(self) -> str:
         """Returns why the loss is not fused with the head; empty if it is."""
         return self.lm_head.why_not_fused(self.cos_TK, self.casts)
+
+    def why_gelu_apart(self) -> str:
+        """Returns why compiled blocks compute their GELU apart from the matmuls; empty if they do not."""
+        mlps = [part for part in self.modules() if isinstance(part, MLP)]
+        return next(filter(None, (part.why_gelu_apart(self.cos_TK) for part in mlps)), "")
 
     def module_names(self) -> list[str]:
         """Returns the names that rules match."""
@@ -264,6 +270,14 @@ class MLP(Layer):
         if torch.compiler.is_compiling() and self.kind == "gelu" and self.casts is self.up.casts:
             activated = note_gelu(activated, hidden, self.halfstep_recomputed)
         return self.down(activated)  # type: ignore[no-any-return]
+
+    def why_gelu_apart(self, beside: Tensor) -> str:
+        """Returns why compiled code on the device of a tensor computes a GELU apart from the matmuls."""
+        if not self.up.casts is self.down.casts is self.casts:
+            return "its layers have formats of their own"
+        if self.up._forward_hooks or self.down._forward_hooks:
+            return "hooks see what is between its layers"
+        return why_not_fused(beside, self.up.weight, self.down.weight, self.casts)
 
     def _activated(self, hidden: Tensor, gate: Tensor | None = None) -> Tensor:
         """Returns what enters the second matmul."""

@@ -92,6 +92,20 @@ def test_our_decoder_reports_how_its_loss_is_computed_and_why():
         assert [line for line in lines if line.startswith(f"  loss: {expected}")], lines
 
 
+def test_our_decoder_reports_where_compiled_code_computes_its_gelu():
+    on_gpu = "if compiled, by the matmuls around it"
+    apart = "apart from the matmuls: "
+    for settings, policy, expected in (
+        ((), "bf16-mixed", on_gpu if DEVICE == "cuda" else f"{apart}it needs an NVIDIA GPU"),
+        ((), "fp32", f"{apart}its layers are not native, or not in bf16"),
+        (("model.mlp_width=60",), "bf16-mixed", f"{apart}a size of its layers is not a multiple of 8"),
+        ((), "bf16-mixed; blocks.0.mlp.down: compute=fp32", f"{apart}its layers have formats of their own"),
+    ):
+        config = load("tiny", [*SMALL, "model.mlp=gelu", *settings])
+        lines = Session(config, Policy.parse(policy), DEVICE).run.summary().splitlines()
+        assert [line for line in lines if line.startswith(f"  GELU: {expected}")], lines
+
+
 class Attending(nn.Module):
     def __init__(self):
         super().__init__()

@@ -27,7 +27,19 @@ CAUSAL = "without a mask where none is needed, compiled too: checked for padding
 
 def summarize(run: RunParts) -> list[str]:
     """Returns the lines of `Run.summary`."""
-    parts = (_modules, _attention, _loss, _given, _functions, _measured, _masters, _gradients, _ranks, _optimizers)
+    parts = (
+        _modules,
+        _attention,
+        _gelu,
+        _loss,
+        _given,
+        _functions,
+        _measured,
+        _masters,
+        _gradients,
+        _ranks,
+        _optimizers,
+    )
     note = [f"  {run.note}"] if run.note else []
     return [str(run.policy), *note, *(line for part in parts for line in part(run))]
 
@@ -63,6 +75,14 @@ def _loss(run: RunParts) -> Iterator[str]:
         codes = run.model.lm_head.gradient_codes(run.model.terms)
         fused = f"with the head, its gradient over the logits{codes}"
         yield f"  loss: {f'of logits in fp32: {why}' if why else fused}"
+
+
+def _gelu(run: RunParts) -> Iterator[str]:
+    """How our decoder computes its GELU when it is compiled, on a device whose matmuls may compute it."""
+    model = run.model
+    if isinstance(model, Decoder) and model.config.mlp == "gelu" and model.cos_TK.device.type in layers.FUSED_ON:
+        why = model.why_gelu_apart()
+        yield f"  GELU: apart from the matmuls: {why}" if why else "  GELU: if compiled, by the matmuls around it"
 
 
 def _measured(run: RunParts) -> Iterator[str]:

@@ -61,11 +61,11 @@ def test_values_and_gradients_are_those_of_the_layers(sizes, biases, lean):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_each_result_is_rounded_once(dtype):
     x, up, b, down, _, g = (t.to(dtype) for t in draws(37, 24, 40, 16))
-    h, act = epilogue.linear_gelu(x, up, b)
+    h, act = epilogue.linear_gelu(x, up.t(), b)
     wide = F.linear(x.float(), up.float(), b.float())
     assert torch.equal(h, wide.to(dtype))
     assert torch.equal(act, gelu(wide).to(dtype))
-    dh = epilogue.linear_gelu_grad(g, down, h)
+    dh = epilogue.linear_gelu_grad(h, g, down)
     slope = torch.autograd.functional.jvp(gelu, h.double(), torch.ones_like(h.double()))[1]
     expected = (g.double() @ down.double()) * slope
     # Half a unit of the last place, and what fp32 sums add: nothing is rounded in between.
@@ -114,7 +114,8 @@ def theirs(lean, policy="bf16-mixed", **settings):
 
 def input_of(model):
     width = next(m.in_features for m in model.modules() if isinstance(m, nn.Linear))
-    return torch.randn(2, 3, width, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+    x = torch.randn(2, 3, width, generator=torch.Generator().manual_seed(1)).bfloat16()
+    return x.to(next(model.parameters()).device).requires_grad_()
 
 
 def results(model, function):
@@ -203,3 +204,56 @@ def test_hooks_see_what_is_between_the_layers(everywhere):
         torch.compiler.reset()
         assert not any("halfstep.linear_gelu" in target for target in compiled(model)[0])
         handle.remove()
+
+
+GPU = pytest.mark.skipif(
+    not torch.cuda.is_available() or bool(epilogue.device_lacks(torch.device("cuda"))), reason="needs a Hopper GPU"
+)
+
+
+@GPU
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", [(33, 24, 40, 16), (1000, 768, 3072, 768)])
+def test_the_library_computes_what_the_operations_say(sizes, dtype, biased, turned):
+    """Half a unit of the last place for the rounding, and as much for the tanh of the hardware."""
+    x, up, b, down, _, g = (t.to(dtype).cuda() for t in draws(*sizes))
+    up, down = ((t.t().contiguous().t() if turned else t) / t.shape[1] ** 0.5 for t in (up, down))
+    bias = b if biased else None
+    h, act = epilogue.linear_gelu(x, up.t(), bias)
+    wide = F.linear(x.double(), up.double(), None if bias is None else bias.double())
+    dh = epilogue.linear_gelu_grad(h, g, down)
+    slope = torch.ops.aten.gelu_backward(g.double() @ down.double(), h.double(), approximate="tanh")
+    for found, expected in ((h, wide), (act, gelu(wide)), (dh, slope)):
+        assert found.dtype == dtype
+        assert (found.double() - expected).norm() <= torch.finfo(dtype).eps * expected.norm()
+    again = (*epilogue.linear_gelu(x, up.t(), bias), epilogue.linear_gelu_grad(h, g, down))
+    assert all(torch.equal(a, b) for a, b in zip(again, (h, act, dh), strict=True))
+
+
+@GPU
+def test_a_cuda_graph_replays_it():
+    x, up, b, down, _, g = (t.bfloat16().cuda() for t in draws(33, 24, 40, 16))
+
+    def work():
+        h, act = epilogue.linear_gelu(x, up.t(), b)
+        return h, act, epilogue.linear_gelu_grad(h, g, down)
+
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = work()
+    x.mul_(0.5)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(replayed, work(), strict=True))
+
+
+@GPU
+@pytest.mark.parametrize("made", [ours, theirs])
+def test_compiled_layers_on_a_gpu_use_it(made):
+    torch.compiler.reset()
+    model = made(False).cuda()
+    forward, _, _, found = compiled(model)
+    assert any("halfstep.linear_gelu" in target for target in forward)
+    assert is_close(found, results(model, model))
