@@ -7,12 +7,15 @@ backward pass is what inductor keeps. Of each graph, these have memory (as induc
     pointwise results that such a kernel reads, that the graph returns, or that several operations read and that
     are made of more than READS buffers or OPERATIONS operations
 
+A kernel makes all that loops over the same numbers and reads one of the same buffers, each of which it reads once.
+
 Other pointwise results are computed where they are read. A result that is read only by operations that one kernel
 can hold with it has no memory either. A buffer is freed after the last kernel that reads it; a pointwise kernel
 writes over a buffer of the same size that nothing reads any more, unless it is so long that inductor cuts it: its
 last part then writes over what the first part made, which is memory of its own.
 """
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -207,12 +210,45 @@ def _play(kernels: Kernels, tracker: Tracker, *inputs: Any) -> Any:
     for node in (*made, *kernels.several):
         if _name(node) in FUSED:
             trace.work += works_of_fused(_name(node), _values(node.args), trace.phase)
-        else:
+        elif is_called(node):
             trace.work.append(_work(kernels, node, trace.phase))
+    for group in _fused([node for node in (*made, *kernels.several) if not is_called(node)], kernels):
+        read = frozenset().union(*(_read_by(kernels, node) for node in group)).difference(group)
+        moved = sum(map(nbytes_of, read)) + sum(map(nbytes_of, group))
+        trace.work.append(Work("bytes", "", (), 0, moved, trace.phase))
     for node, key in live.items():
         if node not in keys:
             ledger.free(key)  # its tensor is made next
     return _results(kernels, tracker, inputs)
+
+
+def _fused(nodes: Sequence[fx.Node], kernels: Kernels) -> list[list[fx.Node]]:
+    """Returns what inductor makes in one kernel: of what loops over as many numbers, all that read a buffer."""
+    with_another = {node: node for node in nodes}
+
+    def first(node: fx.Node) -> fx.Node:
+        while with_another[node] is not node:
+            node = with_another[node]
+        return node
+
+    readers: dict[Any, fx.Node] = {}
+    for node in nodes:
+        loops = (kernels.levels[node], is_barrier(node), _looped(node))
+        for buffer in (node, *_read_by(kernels, node)):
+            with_another[first(node)] = first(readers.setdefault((loops, buffer), node))
+    groups: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        groups.setdefault(first(node), []).append(node)
+    return list(groups.values())
+
+
+def _looped(node: fx.Node) -> int:
+    """Returns how many numbers a kernel goes through: those of its result, or those that it reduces."""
+    return math.prod(_shape(node.all_input_nodes[0] if _reduces(node) else node))
+
+
+def _read_by(kernels: Kernels, node: fx.Node) -> frozenset[fx.Node]:
+    return kernels.sources.get(node, kernels.reads[node])
 
 
 def _results(kernels: Kernels, tracker: Tracker, inputs: Sequence[Any]) -> list[Any]:

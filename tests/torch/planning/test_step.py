@@ -231,3 +231,16 @@ def test_a_kernel_that_inductor_cuts_does_not_write_over_what_it_read(times, ten
         torch.compile(product_of_a_product, backend=backend(tracker), dynamic=False)(x, weight)
     wide = 256 * 4096 * 4
     assert sum(trace.ledger.allocations[key].nbytes == wide for key in trace.ledger.at_peak()) == tensors
+
+
+def test_compiled_code_reads_once_what_two_sums_of_the_same_numbers_need():
+    def gradients(x, y):
+        return (x * y).sum(0), (x + y).sum(0), x.relu().sum(1)
+
+    trace = Trace()
+    with Tracker(trace, "meta") as tracker:
+        x, y = (torch.empty(64, 128, device="meta") for _ in range(2))
+        torch.compile(gradients, backend=backend(tracker), dynamic=False)(x, y)
+    # The sums over rows are made in one kernel; that over columns loops over the same numbers in another order.
+    moved = sorted(work.nbytes for work in trace.work)
+    assert moved == [4 * (64 * 128 + 64), 4 * (2 * 64 * 128 + 2 * 128)]
