@@ -214,7 +214,7 @@ def _profile(work: Callable[[], Any]) -> dict[str, float]:
     taken: dict[str, float] = {}
     begins, ends, busy = float("inf"), 0.0, 0.0
     for kernel in profile.events():
-        if kernel.device_type == torch.autograd.DeviceType.CUDA:
+        if kernel.device_type.name == "CUDA":
             begun, ended = kernel.time_range.start, kernel.time_range.end
             begins, ends, busy = min(begins, begun), max(ends, ended), busy + ended - begun
             taken[kernel.name[:100]] = taken.get(kernel.name[:100], 0.0) + (ended - begun) / PROFILED / 1e3
