@@ -25,7 +25,7 @@ from torch.utils.flop_counter import register_flop_formula
 from halfstep.core.errors import HalfstepError
 from halfstep.torch.dtypes import STANDS_FOR, describe
 
-HOPPER = (9, 0)  # the oldest NVIDIA GPUs on which it was faster
+HOPPER = (9, 0)  # older GPUs are not measured
 
 COMPUTE_32F, FP32 = 68, 0  # cublasComputeType_t, cudaDataType_t
 TYPES = {torch.float16: 2, torch.bfloat16: 14}  # cudaDataType_t
