@@ -48,6 +48,7 @@ TINY = [(64, 16, 48)]
 HEADS = [(32768, 768, 50304), (16384, 2048, 50304)]
 FP8 = precisions(Policy.parse("bf16-mixed,compute=e4m3,grad=e5m2"), ["head"])["head"]
 FORMS = [(block, warps) for block in (4096, 8192, 16384, 32768) for warps in (8, 16, 32)]
+CODE_FORMS = [(8192, 8), (8192, 32), (16384, 32)]  # beside the kernel's own
 CASTS = casts_for("bf16-mixed")
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -199,8 +200,19 @@ def compare_heads(shapes: list[tuple[int, int, int]], repeats: int, device: str)
             ),
         }
         for name, run in kernels.items():
-            run()
-            print(f"  {name}: {statistics.median(timed(run, device) for _ in range(repeats)):.3f} ms", flush=True)
+            print(f"  {name}: {median_ms(run, repeats, device):.3f} ms", flush=True)
+    if device == "cuda":
+        from halfstep.torch.kernels import cross_entropy as kernel
+
+        for kernel.BLOCK, kernel.WARPS in CODE_FORMS:
+            taken = median_ms(kernels["loss, codes"], repeats, device)
+            print(f"  loss, codes, block {kernel.BLOCK}, {kernel.WARPS} warps: {taken:.3f} ms", flush=True)
+
+
+def median_ms(run: Callable[[], object], repeats: int, device: str) -> float:
+    """Returns the median of milliseconds, after a first run that compiles."""
+    run()
+    return statistics.median(timed(run, device) for _ in range(repeats))
 
 
 def peak_of(x: Tensor, weight: Tensor, targets: Tensor, casts: Any, device: str) -> tuple[float, float]:

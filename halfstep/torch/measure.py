@@ -35,6 +35,7 @@ from halfstep.torch.cast import to_native
 from halfstep.torch.dtypes import describe, dtype_of, supported
 from halfstep.torch.fp8.delayed import Amaxes
 from halfstep.torch.layers import CastedLinear, Layer, linear_cross_entropy
+from halfstep.torch.losses import Terms
 from halfstep.torch.lowering import Casts, enter
 from halfstep.torch.model import Block, rope_tables
 from halfstep.torch.split.parameter import make_split
@@ -117,6 +118,7 @@ class LayerWork:
     device: torch.device
     compiled: bool = False
     loss: int = 0  # it is a head whose loss is computed with it, in so many chunks (losses.py)
+    softcap: float = 0.0  # of that loss
 
     @property
     def amount(self) -> int:
@@ -222,7 +224,7 @@ class _Bench:
         layer.precision = precision
         if precision.delayed:
             layer.halfstep_history = Amaxes([""], self.device).layers[""]
-        model = _WithLoss(layer, work.loss) if work.loss else _Between(layer)
+        model = _WithLoss(layer, work.loss, Terms(softcap=work.softcap)) if work.loss else _Between(layer)
         if work.compiled:
             # A graph for each shape, of which dynamo allows eight by default: with dynamic sizes it would be
             # another kernel than the model's.
@@ -261,14 +263,14 @@ class _Between(nn.Module):
 
 
 class _WithLoss(nn.Module):
-    def __init__(self, layer: CastedLinear, chunks: int):
+    def __init__(self, layer: CastedLinear, chunks: int, terms: Terms):
         super().__init__()
-        self.layer, self.chunks = layer, chunks
+        self.layer, self.chunks, self.terms = layer, chunks, terms
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         layer, casts = self.layer, self.layer.casts
-        given = (enter(functional.silu(x), casts), layer.weight, layer.bias, targets, casts)
-        return linear_cross_entropy(*given, chunks=self.chunks, history=layer.halfstep_history)[0]
+        given = (enter(functional.silu(x), casts), layer.weight, layer.bias, targets, casts, self.terms)
+        return linear_cross_entropy(*given, self.chunks, history=layer.halfstep_history)[0]
 
 
 def _fp8(a: Tensor, b: Tensor, fmt: Format) -> Callable[[], Tensor]:

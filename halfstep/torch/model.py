@@ -88,16 +88,11 @@ class Decoder(Layer):
                 skips.append(x_BTD)
         x_BTD = self.final_norm(x_BTD)
         if targets_BT is not None and not self.lm_head.why_not_fused(x_BTD, casts):
-            return self.lm_head.loss(x_BTD, self.embed.weight, targets_BT, self.terms, self.loss_chunks)
+            return self.lm_head.loss(x_BTD, self.embed.weight, targets_BT, self.loss_chunks)
         logits = self.lm_head(x_BTD, self.embed.weight)
         if targets_BT is None:
             return logits  # type: ignore[no-any-return]
         return layers.cross_entropy(logits, targets_BT, casts, self.config.softcap)
-
-    @property
-    def terms(self) -> Terms:
-        """What a loss that is fused with the head consists of."""
-        return Terms(softcap=self.config.softcap)
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor, called: nn.Module | None = None) -> Tensor:
         """Returns the sum over all targets of the negative log-likelihood, in the loss format.
@@ -315,6 +310,7 @@ class Head(Matmul):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.size = (config.width, config.vocabulary)
+        self.terms = Terms(softcap=config.softcap)  # of the loss, if it is computed here
         self.weight = None if config.tied else nn.Parameter(torch.empty(config.vocabulary, config.width))
 
     def forward(self, x_BTD: Tensor, tied: Tensor) -> Tensor:
@@ -322,12 +318,12 @@ class Head(Matmul):
         weight = tied if self.weight is None else self.weight
         return layers.linear(x_BTD, weight, None, self.casts, history=self.halfstep_history)
 
-    def loss(self, x_BTD: Tensor, tied: Tensor, targets_BT: Tensor, terms: Terms, chunks: int) -> Tensor:
+    def loss(self, x_BTD: Tensor, tied: Tensor, targets_BT: Tensor, chunks: int) -> Tensor:
         """Returns the sum of the losses of its logits, which are never seen."""
         weight = tied if self.weight is None else self.weight
         size = self.halfstep_slice if self.halfstep_observe_loss is not None else 0
         total, sample = layers.linear_cross_entropy(
-            x_BTD, weight, None, targets_BT, self.casts, terms, chunks, size, self.halfstep_history
+            x_BTD, weight, None, targets_BT, self.casts, self.terms, chunks, size, self.halfstep_history
         )
         if self.halfstep_observe_loss is None or sample is None:
             return total
@@ -346,11 +342,11 @@ class Head(Matmul):
             return "lm_head has hooks, which see its logits"
         return why_not(beside, casts.compute, model)
 
-    def gradient_codes(self, terms: Terms) -> str:
+    def gradient_codes(self) -> str:
         """Returns how `loss` narrows the logits' gradient, in words; empty if its matmuls are wide."""
         if self.casts.wide is None:
             return ""
-        why = why_not_coded(self.casts, terms)
+        why = why_not_coded(self.casts, self.terms)
         return f", and scaled by its amax: {why}" if why else ", as codes scaled by its bound"
 
     def matrix_sizes(self) -> list[tuple[int, int]]:

@@ -11,8 +11,13 @@ from halfstep.core import philox, rounding
 from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import BF16, E4M3
 from halfstep.core.policy import Policy
+from halfstep.core.precision import precisions
 from halfstep.torch.dtypes import supported
-from halfstep.torch.layers import casts_for, linear
+from halfstep.torch.fp8 import loss
+from halfstep.torch.fp8.coded_loss import _transposed, coded_row_losses_
+from halfstep.torch.fp8.linear import lower
+from halfstep.torch.layers import casts_for, casts_of, linear, linear_cross_entropy
+from halfstep.torch.losses import PLAIN, row_losses_
 from halfstep.torch.matmul import lacks
 from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.optim.muon import Muon
@@ -149,6 +154,34 @@ def test_a_compiled_fp8_step_has_the_same_loss(fp8, policy):
     left, right = (s.read(s.step(batch(s))) for s in (eager, compiled))
     assert left["loss"] == pytest.approx(right["loss"], rel=4 * BF16.epsilon)
     assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=2.0**-3)  # a rounding of e5m2 is 2^-3
+
+
+@pytest.mark.parametrize(("tokens", "vocabulary"), [(256, 50304), (2048, 1024)])
+def test_codes_over_the_logits_are_those_of_their_gradient_in_both_layouts(fp8, tokens, vocabulary, monkeypatch):
+    """A row of a whole vocabulary takes several blocks and many warps, which write over what others have read."""
+    c = casts_of(precisions(Policy.parse("bf16-mixed,compute=e4m3,grad=e5m2"), ["a"])["a"])
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(tokens, 64, device="cuda", generator=generator).bfloat16().requires_grad_()
+    w = torch.randn(vocabulary, 64, device="cuda", generator=generator).mul(0.1).requires_grad_()
+    targets = torch.randint(vocabulary, (tokens,), device="cuda", generator=generator)
+    logits = linear(x, w, None, c).detach()
+    wide, codes = logits.clone(), logits.view(torch.float8_e5m2)[:, :vocabulary]
+    expected = row_losses_(wide, targets, vocabulary, *PLAIN, 1.0)
+    assert torch.equal(coded_row_losses_(logits, targets, c.words, *PLAIN[:3]), expected)
+    made, _ = lower(wide, c.precision.grad_operand, c)
+    assert torch.equal(codes.view(torch.uint8), made.view(torch.uint8))
+    assert torch.equal(_transposed(codes).view(torch.uint8), made.view(torch.uint8).t())
+
+    def passed():
+        x.grad = w.grad = None
+        linear_cross_entropy(x, w, None, targets, c)[0].backward(torch.tensor(2.0**-9, device="cuda"))
+        return x.grad, w.grad
+
+    coded = passed()
+    monkeypatch.setattr(loss, "why_not_coded", lambda *_, **__: "asked")
+    for found, wanted in zip(coded, passed(), strict=True):
+        # The same operands; a matmul of another number of rows may add its sums in another order.
+        assert (found.float() - wanted.float()).norm() <= 2.0**-8 * wanted.float().norm()
 
 
 def test_the_preset_measures_and_reports_it(fp8):

@@ -6,7 +6,7 @@ What cannot run is refused. What is not worth it stays wide, if a rule says `mea
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -118,10 +118,12 @@ def _works(
     split = any(held[p].split for p in (parameters or held) if p in held)  # a tied head holds none itself
     bias = any(p.dim() == 1 for p in parameters)
     beside, casts = parameters[0] if parameters else next(iter(held)), casts_of(precision)
-    fused = isinstance(plan.module, Head) and not plan.module.why_not_fused(beside, casts, casts)
+    loss: tuple[Any, ...] = ()
+    if isinstance(plan.module, Head) and not plan.module.why_not_fused(beside, casts, casts):
+        loss = (chunks, plan.module.terms.softcap)
     if beside.device.type == "cpu":
         tokens, compiled = min(tokens, CPU_TOKENS), False
-    given = (tokens, bias, split, beside.device, compiled, chunks if fused else 0)
+    given = (tokens, bias, split, beside.device, compiled, *loss)
     return [LayerWork(inputs, outputs, *given) for inputs, outputs in _sizes(plan)]
 
 

@@ -72,7 +72,7 @@ def _loss(run: RunParts) -> Iterator[str]:
     """How our decoder computes its loss, on a device that has a kernel for it."""
     if isinstance(run.model, Decoder) and run.model.cos_TK.device.type in layers.FUSED_ON:
         why = run.model.why_not_fused()
-        codes = run.model.lm_head.gradient_codes(run.model.terms)
+        codes = run.model.lm_head.gradient_codes()
         fused = f"with the head, its gradient over the logits{codes}"
         yield f"  loss: {f'of logits in fp32: {why}' if why else fused}"
 

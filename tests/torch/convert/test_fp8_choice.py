@@ -235,10 +235,12 @@ def test_a_head_is_timed_with_its_loss_where_that_is_how_it_runs(monkeypatch):
     asked = {}
     for fused, lean in ((False, False), (True, False), (True, True)):
         monkeypatch.setattr(losses, "has_kernel", lambda _, fused=fused: fused)
-        model, device = Decoder(ModelConfig(vocabulary=32, context=16, layers=1, width=16, heads=2)), Device()
+        config = ModelConfig(vocabulary=32, context=16, layers=1, width=16, heads=2, softcap=5.0)
+        model, device = Decoder(config), Device()
         given = {"timer": device, "memory": "lean" if lean else "fast"}
         found = apply(model, Policy.parse("fp8-mixed"), model.module_names(), **given).measured
         asked[fused, lean] = {(work.inputs, work.outputs): work.loss for work, _ in device.asked}
+        assert {work.softcap for work, _ in device.asked if work.loss} == ({5.0} if fused else set())
         assert found.notes["lm_head"].endswith(", with its loss") is fused
         assert not found.notes["blocks.0.attn.q"].endswith("loss")
     assert [(size, chunks) for size, chunks in asked[True, False].items() if chunks] == [((16, 32), 1)]
@@ -249,14 +251,20 @@ def test_a_head_is_timed_with_its_loss_where_that_is_how_it_runs(monkeypatch):
 @needs_fp8
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_a_timer_of_a_head_runs_the_fused_loss_in_both_forms(chunks, monkeypatch):
-    seen = []
+    seen, given = [], []
     for module, name in ((losses, "linear_losses"), (layers, "narrow_losses")):
         real = getattr(module, name)
-        noted = lambda *args, real=real, name=name: seen.append(name) or real(*args)  # noqa: E731
+
+        def noted(*args, real=real, name=name):
+            seen.append(name)
+            given.extend(arg for arg in args if isinstance(arg, losses.Terms))
+            return real(*args)
+
         monkeypatch.setattr(module, name, noted)
-    work = LayerWork(16, 32, 24, bias=False, split=True, device=torch.device("cpu"), loss=chunks)
+    work = LayerWork(16, 32, 24, bias=False, split=True, device=torch.device("cpu"), loss=chunks, softcap=3.0)
     narrow_form = precision_of(MEASURED)
     assert all(0 < seconds < 1 for seconds in time_layer(work, (narrow_form.widened(), narrow_form)))
+    assert all(terms == losses.Terms(softcap=3.0) for terms in given)
     assert seen[:6] == ["linear_losses"] * 3 + ["narrow_losses"] * 3
     assert set(seen[6:]) == {"linear_losses", "narrow_losses"}
 

@@ -340,7 +340,7 @@ def test_the_decoder_fuses_its_head_with_its_loss(policy, tied, chunks, monkeypa
 
     def passes():
         model = decoder(policy, tied=tied)
-        assert not model.lm_head.gradient_codes(model.terms)
+        assert not model.lm_head.gradient_codes()
         model.loss_chunks = chunks
         loss = model.loss(tokens[:, :-1], tokens[:, 1:])
         (loss * 0.1).backward()
@@ -368,7 +368,7 @@ def test_the_decoder_fuses_a_narrow_head_with_its_loss_bit_for_bit(scales, monke
 
     def passes(hooked):
         model = decoder(f"bf16-mixed; lm_head: compute=e4m3{scales},grad=e5m2{scales}", vocabulary=48)
-        said = model.lm_head.gradient_codes(model.terms)
+        said = model.lm_head.gradient_codes()
         assert said.endswith("amax: its scales are of earlier updates" if scales else "codes scaled by its bound")
         if hooked:
             model.lm_head.register_forward_hook(lambda *_: None)
