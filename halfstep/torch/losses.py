@@ -68,8 +68,8 @@ def row_losses(
     """Returns the loss of each row in fp32, and the logarithm of its sum of exponentials."""
     terms = Terms(ignored, smoothing, cap, z_loss)
     if has_kernel(logits):
-        return _kernels().losses(logits, targets, width, terms)  # type: ignore[no-any-return]
-    losses, lses, _ = _in_steps(logits[:, :width], targets, terms)
+        return kernels().losses(logits, targets, width, terms)  # type: ignore[no-any-return]
+    losses, lses, _ = in_steps(logits[:, :width], targets, terms)
     return losses, lses
 
 
@@ -87,9 +87,9 @@ def row_gradients(
     terms = Terms(ignored, smoothing, cap, z_loss)
     grads = _like(logits)
     if has_kernel(logits):
-        _kernels().gradients(logits, grads, targets, lses, factors, width, terms)
+        kernels().gradients(logits, grads, targets, lses, factors, width, terms)
     else:
-        _store(grads, _in_steps(logits[:, :width], targets, terms)[2] * factors[:, None], width)
+        _store(grads, in_steps(logits[:, :width], targets, terms)[2] * factors[:, None], width)
     return grads
 
 
@@ -106,8 +106,8 @@ def row_losses_(
     """Returns the loss of each row in fp32; `factor` times their gradient is written over the logits."""
     terms = Terms(ignored, smoothing, cap, z_loss)
     if has_kernel(logits):
-        return _kernels().losses_and_gradients(logits, targets, width, terms, factor)  # type: ignore[no-any-return]
-    losses, _, grads = _in_steps(logits[:, :width], targets, terms)
+        return kernels().losses_and_gradients(logits, targets, width, terms, factor)  # type: ignore[no-any-return]
+    losses, _, grads = in_steps(logits[:, :width], targets, terms)
     _store(logits, grads * factor, width)
     return losses
 
@@ -211,7 +211,7 @@ def in_torch(logits: Tensor, targets: Tensor, terms: Terms) -> Tensor:
     return losses + z_loss * torch.where(targets != ignored, torch.logsumexp(z, -1), 0.0).square()
 
 
-def _in_steps(logits: Tensor, targets: Tensor, terms: Terms) -> tuple[Tensor, Tensor, Tensor]:
+def in_steps(logits: Tensor, targets: Tensor, terms: Terms) -> tuple[Tensor, Tensor, Tensor]:
     """The plain reference: loss, logarithm of the sum of exponentials and gradient of each row, in fp32."""
     _, smoothing, cap, z_loss = terms
     z, here = logits.float(), targets != terms.ignore_index
@@ -243,7 +243,8 @@ def has_kernel(logits: Tensor) -> bool:
 
 
 @cache
-def _kernels() -> Any:
+def kernels() -> Any:
+    """Returns the module of the kernel."""
     from halfstep.torch.kernels import cross_entropy  # needs Triton
 
     return cross_entropy

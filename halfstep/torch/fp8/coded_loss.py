@@ -85,8 +85,8 @@ def coded_row_losses_(
     scale = scale_of(casts) / factor
     if losses.has_kernel(logits):
         given = (logits, codes, targets, width, terms, factor, scale)
-        return losses._kernels().losses_and_codes(*given)  # type: ignore[no-any-return]
-    made, _, grads = losses._in_steps(logits, targets, terms)
+        return losses.kernels().losses_and_codes(*given)  # type: ignore[no-any-return]
+    made, _, grads = losses.in_steps(logits, targets, terms)
     grads = (grads * factor).to(logits.dtype).float() * scale
     codes.copy_(to_native(grads, casts.precision.grad_operand.format, overflow="saturate"))
     return made
