@@ -74,7 +74,9 @@ def test_rows_that_share_a_run_keep_their_own_arms(goals, monkeypatch, capsys):
 
     def run(arms, **setting):
         asked.append((arms, setting))
-        return Namespace(arms=[Namespace(**arm(1.0), name=name, missing="", ready_seconds=3.0) for name in arms])
+        return Namespace(
+            arms=[Namespace(**arm(1.0), name=name, missing="", ready_seconds=3.0, profile={}) for name in arms]
+        )
 
     monkeypatch.setattr(goals.bench, "run", run)
     kept = {}
