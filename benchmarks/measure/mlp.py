@@ -1,4 +1,4 @@
-"""Times the parts of an MLP around its GELU and its biases: what compiled code runs against cuBLASLt's epilogues.
+"""Times the parts of an MLP around its GELU and its biases: what compiled code ran against cuBLASLt's epilogues.
 
     python benchmarks/measure/mlp.py [--seconds 40] [--rounds 5]
 
@@ -7,10 +7,13 @@
                      | DGELU_BGRAD; `lean` computes gelu(h) again as well, which the gradient of `down` reads
     weight gradient  g^T x in fp32 and the sum of g in fp32: matmul, then a compiled sum | BGRADB
 
-`matmul alone` is what a perfect epilogue would cost. Arms of one part take turns, in reverse order every other
-time, as CUDA graphs; printed are the median ms, the speed relative to the first arm, the relative error of each
-result against fp64, and whether two runs have the same bits. A part that would not begin within `--seconds` is
-left out. Needs an NVIDIA GPU; `--tiny` runs small shapes of what needs none, only to show that it runs.
+`halfstep` is what compiled code runs since (halfstep/torch/kernels/epilogue.py): the same matmuls, by algorithms
+that are chosen without timing. Arms with the name of an epilogue run the fastest algorithm that cuBLASLt
+proposes, and `matmul alone` is what a perfect epilogue would cost. Arms of one part take turns, in reverse order
+every other time, as CUDA graphs; printed are the median ms, the speed relative to the first arm, the relative
+error of each result against fp64, and whether two runs have the same bits. A part that would not begin within
+`--seconds` is left out. Needs an NVIDIA GPU; `--tiny` runs small shapes of what needs none, only to show that it
+runs.
 """
 
 import argparse
@@ -23,6 +26,8 @@ import cublaslt as lt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from halfstep.torch.kernels import epilogue
 
 Results = tuple[Tensor, ...]
 Work = Callable[[], Results]
@@ -186,6 +191,7 @@ def forward(shape: Shape, device: str) -> Part:
             lambda: lt.LtMatmul(x, up, out, lt.GELU_AUX_BIAS, h, bias, turned="right"),
             lambda: (h, out),
         )
+        part.add("halfstep", lambda: lambda: epilogue.linear_gelu(x, up.t(), bias))
     return part
 
 
@@ -215,7 +221,13 @@ def backward(shape: Shape, device: str) -> Part:
     part.add_lt("DGELU", plain, lambda: (out,))
     part.add_lt("DGELU, compiled sum", plain, lambda: (out, total(out)))
     part.add_lt("DGELU_BGRAD", with_bias, lambda: (out, sums))
-    part.add_lt("DGELU_BGRAD, compiled GELU, lean", with_bias, lambda: (out, sums, act(h)))
+
+    def ours() -> Results:
+        dh = epilogue.linear_gelu_grad(h, dy, down)
+        return dh, total(dh)
+
+    part.add("halfstep, compiled sum", lambda: ours)
+    part.add("halfstep, compiled sum and GELU, lean", lambda: lambda: (*ours(), act(h)))
     return part
 
 
