@@ -5,8 +5,9 @@
     dx = factor dz/dx (p (1 + 2 z_loss lse) - smoothing / width - (1 - smoothing) [target]),  p = exp(z - lse)
 
 1. The first loop over a row keeps its largest number so far, and the sum of exponentials relative to it.
-2. The second reads the row again, from the cache if all rows that are at work fit there (132 programs of 50,304
-   bf16 numbers are 13 MB of an H200's 50 MB), and writes the gradient: over the logits, or elsewhere.
+2. The second reads the row again, from the cache if all rows that are at work fit there (264 programs, two for
+   each multiprocessor, of 50,304 bf16 numbers are 27 MB of an H200's 50 MB), and writes the gradient: over the
+   logits, or elsewhere.
 
 So the logits cross the memory once, and once more as a gradient: 4 bytes a number. `lses` allow the second loop
 to run later (`gradients`), when the factor of each row is known.
