@@ -101,6 +101,21 @@ def test_compiled_code_holds_less(policy):
 
 
 @pytest.mark.prove
+@pytest.mark.parametrize("memory", ["fast", "lean"])
+def test_a_gelu_in_the_matmuls_keeps_no_more_and_multiplies_the_same(memory):
+    """On a GPU that is older than Hopper, compiled code computes it apart."""
+    shape = [*SMALL, "training.compile=true", f"training.memory={memory}"]
+    older = Device("nvidia", "A100", capability=(8, 0))
+    fused, apart = (of_recipe(load("gpt2", shape), Policy.parse("bf16-mixed"), on) for on in (H200, older))
+    roles = [each.ledger.by_role(each.role) for each in (fused, apart)]
+    assert roles[0]["activations"] <= roles[1]["activations"]
+    products = [sorted(w.shape for w in each.work if w.kind == "matmul") for each in (fused, apart)]
+    assert products[0] == products[1]
+    # Passes of their own over h: none forward, and backward one if gelu(h) is computed again.
+    assert sum(w.nbytes for w in fused.work) < sum(w.nbytes for w in apart.work)
+
+
+@pytest.mark.prove
 def test_compiled_code_writes_the_gradient_of_the_logits_over_them():
     shape = [*SMALL, "model.vocabulary=4096", "optimizer.name=adamw", "training.compile=true"]
     traced = of_recipe(load("tiny", shape), Policy.parse("bf16-mixed"), H200)
