@@ -49,8 +49,8 @@ from halfstep.torch.convert.plan import Change, Originals, Plan, change_of, give
 from halfstep.torch.dtypes import DTYPES, FLOATS, dtype_of, home, supported
 from halfstep.torch.fp8.delayed import Amaxes
 from halfstep.torch.layers import Layer
+from halfstep.torch.losses import LEAN_CHUNKS
 from halfstep.torch.measure import LayerWork, time_layer_once
-from halfstep.torch.model import LEAN_CHUNKS
 from halfstep.torch.split.holder import Holder
 from halfstep.torch.split.parameter import make_split, make_whole
 

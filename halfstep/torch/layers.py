@@ -24,6 +24,7 @@ Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head.
 """
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar, cast
@@ -72,7 +73,7 @@ from halfstep.torch.norms import normalized
 from halfstep.torch.recompute import NODE, again, dropping
 from halfstep.torch.split.holder import Holder
 from halfstep.torch.split.operand import is_split, operand_of, through
-from halfstep.torch.tracing import gelu_of, mark_new, note_linear, transforming
+from halfstep.torch.tracing import gelu_of, mark_new, note_linear, rows_of_layer, transforming
 
 # How torch may compute attention. On these devices it has kernels that never store the scores, and may take none.
 FUSED_ON = ("cuda",)
@@ -173,19 +174,17 @@ def linear(
         if transforming() and casts.wide is None:
             return linear_in_steps(x, values, check_transformed(owner, casts), bias, casts)
         with dropping(x):
-            if casts.wide is not None:
-                return narrow_linear(x, values, owner, bias, casts, history)
             parts = (values, owner, None if bias is None else bias.detach(), bias)
-            if torch.compiler.is_compiling() and torch.is_grad_enabled() and not watched:
-                return _traced_linear(x, parts, casts)
-            return apply_linear(x, *parts, casts)
+            noted = torch.compiler.is_compiling() and torch.is_grad_enabled() and not watched
+            if casts.wide is not None:
+                y = narrow_linear(x, values, owner, bias, casts, history)
+                return note_linear(y, x, parts, casts, history) if noted else y
+            return _traced_linear(x, parts, casts) if noted else apply_linear(x, *parts, casts)
 
 
 def _traced_linear(x: Tensor, parts: tuple[Any, ...], casts: Casts) -> Tensor:
     """Returns the product; if x is the GELU of another, from what that was made of."""
-    if epilogue.device_lacks(x.device):
-        return apply_linear(x, *parts, casts)
-    origin = gelu_of(x)
+    origin = None if epilogue.device_lacks(x.device) else gelu_of(x)
     if origin is None or origin.casts is not casts or why_not_fused(x, origin.weight[0], parts[0], casts):
         return note_linear(apply_linear(x, *parts, casts), x, parts, casts)
     return LinearGeluLinear.apply(origin.x, *origin.weight, *parts, origin.lean, casts.compute)  # type: ignore[no-any-return]
@@ -406,9 +405,32 @@ def linear_cross_entropy(
             values, owner = operand_of(weight, casts.whole)
         else:
             values, owner = made_cast(weight, casts.compute), weight
-        if casts.wide is not None:
-            return narrow_losses(x, values, owner, bias, targets, casts, history, terms, chunks, size)
-        return losses.linear_losses(x, values, owner, bias, targets, casts, terms, chunks, size)
+        return _linear_losses(x, values, owner, bias, targets, casts, history, terms, chunks, size)
+
+
+def _linear_losses(
+    x: Tensor, values: Tensor, owner: Tensor, bias: Tensor | None, targets: Tensor, casts: Casts,
+    history: History | None, terms: losses.Terms, chunks: int, size: int = 0,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    if casts.wide is not None:
+        return narrow_losses(x, values, owner, bias, targets, casts, history, terms, chunks, size)
+    return losses.linear_losses(x, values, owner, bias, targets, casts, terms, chunks, size)
+
+
+def loss_of_layer(logits: Tensor, lean: bool) -> Callable[[Tensor, losses.Terms], Tensor] | None:
+    """Returns what computes the sum of the losses of traced logits, given targets, from the layer that made them.
+
+    None if the layer is not known, or has formats that its loss does not know.
+    """
+    origin = rows_of_layer(logits) if torch.compiler.is_compiling() and torch.is_grad_enabled() else None
+    if origin is None or not (origin.casts.direct or origin.casts.wide is not None):
+        return None
+    (values, owner, _, bias), casts, chunks = origin.weight, origin.casts, losses.LEAN_CHUNKS if lean else 1
+
+    def total(targets: Tensor, terms: losses.Terms) -> Tensor:
+        return _linear_losses(origin.x, values, owner, bias, targets, casts, origin.history, terms, chunks)[0]
+
+    return total
 
 
 def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor, casts: Casts) -> Tensor:

@@ -16,6 +16,9 @@ Each is summed in fp32 and multiplied there, before it is rounded. So g holds di
 neither 1 / tokens nor a loss scale. In fp16 it is multiplied by 2^14, which keeps shares from 2^-28 on normal, and
 s is divided by it.
 
+**Of a layer of somebody's model**, compiled: logits know the layer that made them (tracing.py). If the model
+returns its loss and not the logits, the loss is that of the layer; else that of rows.
+
 **Chunks.** With n > 1, tokens are taken in n parts of one size, and the logits of one part exist at a time. What
 is kept for the backward pass is the gradients, in fp32. Each chunk more saves memory of logits, and costs a pass
 over the weight's gradient.
@@ -24,7 +27,7 @@ over the weight's gradient.
 functions. torch.func gets torch's functions too; second derivatives are refused.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -38,6 +41,7 @@ from halfstep.torch.matmul import lacks, matmul, once, rows_of
 from halfstep.torch.tracing import transforming
 
 NARROW = (torch.bfloat16, torch.float16)
+LEAN_CHUNKS = 4  # a quarter of the logits is less than what two or three layers keep; each costs a pass
 
 
 class Terms(NamedTuple):
@@ -372,9 +376,13 @@ def row_cross_entropy(logits: Tensor, targets: Tensor, terms: Terms) -> Tensor:
 
 def torch_loss(
     input: Tensor, target: Tensor, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
-    reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
+    reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0, *,
+    of_layer: Callable[[Tensor, Terms], Tensor] | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """Returns what `F.cross_entropy` of these arguments is, by the kernel; None if it is not for them."""
+    """Returns what `F.cross_entropy` of these arguments is, by the kernel; None if it is not for them.
+
+    `of_layer` returns the sum of the losses, for given targets, of the layer that made the logits, if it is known.
+    """
     others = weight is not None or size_average is not None or reduce is not None
     if (
         others
@@ -384,10 +392,11 @@ def torch_loss(
         or why_not(input, input.dtype)
     ):
         return None
-    losses = row_cross_entropy(input, target, Terms(ignore_index, label_smoothing))
+    terms = Terms(ignore_index, label_smoothing)
     if reduction == "none":
-        return losses
-    return losses.sum() if reduction == "sum" else mean_of(losses.sum(), target, ignore_index)
+        return row_cross_entropy(input, target, terms)
+    total = row_cross_entropy(input, target, terms).sum() if of_layer is None else of_layer(target, terms)
+    return total if reduction == "sum" else mean_of(total, target, ignore_index)
 
 
 def linear_losses(

@@ -27,13 +27,11 @@ from halfstep.config.weights import Weights, initial_weights
 from halfstep.torch import layers
 from halfstep.torch.fp8.coded_loss import why_not_coded
 from halfstep.torch.layers import CastedLinear, Layer, Matmul, Norm
-from halfstep.torch.losses import Terms, why_not
+from halfstep.torch.losses import LEAN_CHUNKS, Terms, why_not
 from halfstep.torch.lowering import Casts, enter, owned, rounded
 from halfstep.torch.matmul import why_not_fused
 from halfstep.torch.recompute import again, dropping
 from halfstep.torch.tracing import note_gelu
-
-LEAN_CHUNKS = 4  # a quarter of the logits is less than what two or three layers keep; each costs a pass
 
 
 class Decoder(Layer):

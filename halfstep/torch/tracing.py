@@ -9,7 +9,10 @@ second finds out: in code that dynamo interprets, the result of a linear layer c
 GELU hands that on. Both layers are then computed where the second is called, from the input of the first, to which
 nobody may have written since. That is known of tensors that are new (`mark_new`: results of norms and of layers)
 and that no function of the model's own code was given (`touch`), not even to read: the first layer would be
-computed twice.
+computed twice. Views share the mark.
+
+In the same way the cross-entropy of a layer's logits finds the layer (losses.py), through views that keep the
+rows, to which nobody may have written.
 """
 
 import threading
@@ -21,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-_UNTOUCHED, _ORIGIN = "halfstep_untouched", "halfstep_origin"
+_UNTOUCHED, _ORIGIN, _ROWS = "halfstep_untouched", "halfstep_origin", "halfstep_rows"
 
 
 class _Local(threading.local):
@@ -63,6 +66,8 @@ class Origin(NamedTuple):
     weight: tuple[Any, ...]  # values, owner, and of the bias the same
     casts: Any
     untouched: list[list[bool]]  # of x, of the result, and of its GELU; each is empty once a function was given it
+    unwritten: list[bool]  # of the result and its views; empty once one was written to or has a hook
+    history: Any = None  # of delayed operands
     activated: bool = False  # by GELU
     lean: bool = False
 
@@ -80,11 +85,19 @@ def touch(given: Any) -> None:
             getattr(x, _UNTOUCHED).clear()
 
 
-def note_linear(y: Tensor, x: Tensor, weight: tuple[Any, ...], casts: Any) -> Tensor:
+def mark_view(y: Tensor, x: Tensor) -> Tensor:
+    """Marks a view of a tensor that is marked: what is done to one is done to both."""
+    if hasattr(x, _UNTOUCHED):
+        setattr(y, _UNTOUCHED, getattr(x, _UNTOUCHED))
+    return y
+
+
+def note_linear(y: Tensor, x: Tensor, weight: tuple[Any, ...], casts: Any, history: Any = None) -> Tensor:
     """Returns the result of a linear layer with its origin, if its input is known not to change."""
     if hasattr(x, _UNTOUCHED):
         mark_new(y)
-        setattr(y, _ORIGIN, Origin(x, weight, casts, [getattr(x, _UNTOUCHED), getattr(y, _UNTOUCHED)]))
+        untouched = [getattr(x, _UNTOUCHED), getattr(y, _UNTOUCHED)]
+        setattr(y, _ORIGIN, Origin(x, weight, casts, untouched, [True], history))
     return y
 
 
@@ -94,7 +107,7 @@ def note_gelu(y: Tensor, h: Tensor, lean: bool) -> Tensor:
         mark_new(y)
         origin = getattr(h, _ORIGIN)
         untouched = [*origin.untouched, getattr(y, _UNTOUCHED)]
-        setattr(y, _ORIGIN, Origin(origin.x, origin.weight, origin.casts, untouched, True, lean))
+        setattr(y, _ORIGIN, origin._replace(untouched=untouched, activated=True, lean=lean))
     return y
 
 
@@ -102,3 +115,17 @@ def gelu_of(x: Tensor) -> Origin | None:
     """Returns the origin of a tensor that is the GELU of a linear layer's result, if nothing was touched."""
     origin = getattr(x, _ORIGIN) if hasattr(x, _ORIGIN) else None
     return origin if origin is not None and origin.activated and all(origin.untouched) else None
+
+
+def rows_of_layer(y: Tensor) -> Origin | None:
+    """Returns the origin of rows that a linear layer made, if they and what it was given are as they were."""
+    name = _ROWS if hasattr(y, _ROWS) else _ORIGIN
+    origin = getattr(y, name) if hasattr(y, name) else None
+    same = origin is not None and not origin.activated and origin.untouched[0] and origin.unwritten
+    return origin if same else None
+
+
+def note_rows(y: Tensor, origin: Origin) -> Tensor:
+    """Returns a view of a linear layer's result that has the same rows, with their origin."""
+    setattr(y, _ROWS, origin)
+    return y

@@ -32,15 +32,18 @@ from torch.overrides import TorchFunctionMode
 from halfstep.core.formats import FP32
 from halfstep.torch.functions.entry import Scope, Skip, mapped
 from halfstep.torch.functions.lean import recomputed
-from halfstep.torch.functions.table import TABLE, VIEWS
-from halfstep.torch.functions.widened import LOOKS, follow, narrowed, wide_of
+from halfstep.torch.functions.table import TABLE, VIEWS, named
+from halfstep.torch.functions.widened import LOOKS, MORE_VIEWS, follow, narrowed, settled, wide_of
+from halfstep.torch.functions.widened import VIEWS as WIDENED_VIEWS
 from halfstep.torch.lowering import Casts
 from halfstep.torch.split.parameter import HalfOfSplitMaster
-from halfstep.torch.tracing import mark_new, note_gelu, touch
+from halfstep.torch.tracing import mark_new, mark_view, note_gelu, touch
 
 SPLIT, UNFLATTEN, FROM_NUMBER = Tensor.split, Tensor.unflatten, Tensor.__rsub__
 SUBTRACTION = TABLE[FROM_NUMBER]
-NORMS = frozenset((F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm))
+# Norms and sums, which return new memory.
+NEW = frozenset(named("layer_norm rms_norm add mul __add__ __radd__ __mul__ __rmul__", F, torch, Tensor))
+VIEWS_OF_ONE = WIDENED_VIEWS | MORE_VIEWS
 PLAIN = (Tensor, nn.Parameter, nn.Buffer, HalfOfSplitMaster)
 # Classes of arguments that are no split parameter.
 NEVER_SPLIT = frozenset((Tensor, int, float, bool, str, slice, tuple, list, torch.Size, torch.dtype, type(None)))
@@ -99,9 +102,11 @@ class TracedMode(PolicyMode):
         y = super().__torch_function__(func, types, args, kwargs)
         if func is F.gelu:
             return note_gelu(y, args[0], self.lean) if args and kwargs.get("approximate") == "tanh" else y
-        if func in NORMS:
-            return mark_new(y)
-        if func not in LOOKS:
+        if func in NEW:
+            mark_new(y)
+        if func in VIEWS_OF_ONE and args:
+            mark_view(y, args[0])
+        elif func not in LOOKS:
             touch((*args, *kwargs.values()))
         return follow(func, args, kwargs, y)
 
@@ -131,4 +136,5 @@ def within(mode: PolicyMode | None, forward: Callable[..., Any], args: Any, kwar
     if top is mode or (mode.inert and not isinstance(top, PolicyMode)):
         return forward(*args, **kwargs)
     with mode:
-        return forward(*args, **kwargs)
+        y = forward(*args, **kwargs)
+    return settled(y) if isinstance(mode, TracedMode) and not isinstance(top, TracedMode) else y

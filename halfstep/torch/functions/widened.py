@@ -21,27 +21,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.core.errors import HalfstepError
+from halfstep.torch.functions.entry import mapped, tensors_of
 from halfstep.torch.losses import torch_loss, why_not
+from halfstep.torch.tracing import note_rows, rows_of_layer
 
 LARGE = 4096  # columns, as of a vocabulary: below, a copy costs little
 _WIDE, _VIEW = "halfstep_wide", "halfstep_is_view"
-_NARROW, _INTACT = "halfstep_narrow", "halfstep_intact"
+_NARROW, _INTACT, _BY_LAYER = "halfstep_narrow", "halfstep_intact", "halfstep_by_layer"
 
 
 def _named(names: str) -> list[Any]:
     return [getattr(place, name) for name in names.split() for place in (torch, Tensor) if hasattr(place, name)]
 
 
-_VIEWS = frozenset(_named("view view_as reshape flatten unflatten unsqueeze squeeze contiguous __getitem__"))
-_MORE_VIEWS = frozenset(
+SAME_ROWS = frozenset(_named("view view_as reshape flatten unsqueeze squeeze contiguous"))
+VIEWS = SAME_ROWS | frozenset(_named("__getitem__"))
+MORE_VIEWS = frozenset(
     _named("transpose swapaxes swapdims movedim moveaxis permute t narrow select expand expand_as detach")
 )
 # Several views, which dynamo sets no attributes of. To those of split, chunk and unbind torch refuses writes.
 _PARTS = frozenset(_named("tensor_split hsplit vsplit dsplit"))
-LOOKS = frozenset(
+_UNFLATTEN = Tensor.unflatten  # Python code, which dynamo of torch 2.13 does not find in a set
+# What sees a gradient that a loss of the narrow numbers, or of the layer, would not give to this tensor.
+_HOOKS = frozenset(_named("register_hook retain_grad"))
+LOOKS = _HOOKS | frozenset(
     _named(
         "size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex get_device __len__ "
-        "element_size register_hook retain_grad requires_grad_"
+        "element_size requires_grad_"
     )
 )
 _WRITES = frozenset(
@@ -50,6 +56,7 @@ _WRITES = frozenset(
         *_named("__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__"),
     ]
 )
+_ENDS = _WRITES | _PARTS | _HOOKS  # after which the narrow numbers, or the layer, do not make the loss
 _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
 
 
@@ -70,7 +77,7 @@ class Widened(Tensor):
                 loss = torch_loss(*args, **kwargs)
                 if loss is not None:
                     return loss
-            if narrow and func in _VIEWS:
+            if narrow and func in VIEWS:
                 return _view(func(*args, **kwargs))
             if narrow and (func is Tensor.float or (func is Tensor.to and _changes_nothing(x, args, kwargs))):
                 return x
@@ -116,18 +123,57 @@ def narrowed(args: Any) -> Any:
 
 
 def follow(func: Any, args: Any, kwargs: Any, y: Any) -> Any:
-    """Returns what a function of such a tensor returned, with narrow numbers of its own if it is a view."""
+    """Returns what a function of such a tensor returned, with narrow numbers of its own if it is a view.
+
+    Of a linear layer's result it returns a view with the same rows as one that knows the layer (tracing.py).
+    """
     x = args[0] if args else None
+    if not isinstance(x, Tensor):
+        return y
+    _follow_rows(func, x, y)
     if not _is_tagged(x):
         return y
     narrow, intact = getattr(x, _NARROW), getattr(x, _INTACT)
-    if func in _WRITES or func in _PARTS:
+    if func is _UNFLATTEN or func in _ENDS:
         intact.clear()  # a list that all views share
     elif func is Tensor.float or (func is Tensor.to and _changes_nothing(x, args, kwargs)):
         return _tagged(y, narrow, intact)
-    elif func in _VIEWS or func in _MORE_VIEWS:
-        return _tagged(y, func(narrow, *args[1:], **kwargs), intact)
+    elif func in VIEWS or func in MORE_VIEWS:
+        view = func(narrow, *args[1:], **kwargs)
+        _follow_rows(func, narrow, view)
+        return _tagged(y, view, intact)
     return y
+
+
+def either(loss: Any, by_layer: Any) -> Any:
+    """Returns a loss that knows itself as computed by the layer that made the logits: `settled` takes one."""
+    setattr(loss, _BY_LAYER, by_layer)
+    return loss
+
+
+def settled(y: Any) -> Any:
+    """Returns what a traced model returns, with the loss by the layer, unless it returns its logits too.
+
+    Those would be computed, and their gradient, beside the layer's. The compiler drops the other loss.
+    """
+    has_logits = any(t.dim() and t.requires_grad for t in tensors_of(y))
+
+    def settle(t: Tensor) -> Tensor:
+        if not hasattr(t, _BY_LAYER):
+            return t
+        return t.view_as(t) if has_logits else getattr(t, _BY_LAYER)  # a view has no attributes
+
+    return mapped(settle, y)
+
+
+def _follow_rows(func: Any, x: Tensor, y: Any) -> None:
+    origin = rows_of_layer(x)
+    if origin is None:
+        return
+    if func is _UNFLATTEN or func in _ENDS:
+        origin.unwritten.clear()
+    elif func in SAME_ROWS and y.shape[-1:] == x.shape[-1:]:
+        note_rows(y, origin)
 
 
 def _is_tagged(x: Any) -> bool:

@@ -19,8 +19,9 @@ from halfstep.torch.convert import fp8_choice
 from halfstep.torch.convert.fp8_choice import CPU_TOKENS, measure_all
 from halfstep.torch.convert.plan import plans_of
 from halfstep.torch.dtypes import product_failure, supported
+from halfstep.torch.losses import LEAN_CHUNKS
 from halfstep.torch.measure import LayerWork, time_layer
-from halfstep.torch.model import LEAN_CHUNKS, Decoder
+from halfstep.torch.model import Decoder
 from halfstep.torch.session import Session
 from halfstep.torch.state import load_state, restored, state_of, stored
 from halfstep.torch.step import Run, prepare

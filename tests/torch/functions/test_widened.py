@@ -3,7 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 from benchmarks import zoo
 from halfstep.core.errors import HalfstepError
@@ -195,3 +197,96 @@ def test_it_is_fp32_to_other_code_and_the_logits_stay_as_they_are():
     with pytest.raises(HalfstepError, match="through a view"):
         widen(z).view(-1)[0] = 1.0
     assert isinstance(widen(z).view(-1), Widened)
+
+
+class Decoder(nn.Module):
+    """Ends as most do: a norm, the head, and the loss of what the head returned."""
+
+    def __init__(self, end):
+        super().__init__()
+        self.body, self.norm, self.head, self.end = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 6), end
+
+    def forward(self, x, targets):
+        h = self.norm(self.body(x))
+        logits = self.head(h)
+        return self.end(h, logits, targets)
+
+
+def shuffled(h, logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1)[torch.tensor([1, 0, 3, 2])].float(), targets.flatten())
+
+
+def halved(h, logits, targets):
+    logits.div_(2.0)
+    return flat(logits.float(), targets)
+
+
+ENDS = {
+    "returned": (lambda h, logits, targets: flat(logits.float(), targets), True),
+    "not widened": (lambda h, logits, targets: flat(logits, targets, label_smoothing=0.1), True),
+    "summed": (lambda h, logits, targets: flat(logits.float(), targets, reduction="sum"), True),
+    "with its logits": (lambda h, logits, targets: (flat(logits.float(), targets), logits), False),
+    "changed": (lambda h, logits, targets: 2 * flat(logits.float(), targets), False),
+    "each row": (lambda h, logits, targets: flat(logits.float(), targets, reduction="none").sum(), False),
+    "shuffled": (shuffled, False),
+    "written": (halved, False),
+}
+FAST_ENDS = ["returned", "with its logits"]
+SLOW_ENDS = [pytest.param(end, marks=pytest.mark.prove) for end in ENDS if end not in FAST_ENDS]
+
+
+def ends(end, *, compiled, memory="fast"):
+    """Returns the loss, the gradients, and which operations computed the loss."""
+    torch.manual_seed(0)
+    model, targets = Decoder(ENDS[end][0]), torch.tensor([[0, 1], [-100, 4]])
+    run = prepare(model, torch.optim.AdamW(model.parameters()), "bf16-mixed", memory=memory)
+    used = []
+
+    def note(graph, inputs):
+        return aot_autograd(fw_compiler=keep, bw_compiler=keep)(graph, inputs)
+
+    def keep(graph, inputs):
+        for node in graph.graph.nodes:
+            called = str(node.args[0] if "auto_functionalized" in str(node.target) else node.target)
+            used.extend(called.split(".")[1:2] if called.startswith("halfstep.") else [])
+        return make_boxed_func(graph.forward)
+
+    torch.compiler.reset()
+    y = (torch.compile(model, fullgraph=True, backend=note) if compiled else model)(torch.randn(2, 2, 4), targets)
+    loss = y[0] if isinstance(y, tuple) else y
+    run.backward(loss)
+    return loss.detach(), [p.grad.clone() for p in model.parameters()], used
+
+
+@pytest.mark.parametrize("end", [*FAST_ENDS, *SLOW_ENDS])
+def test_a_compiled_model_that_returns_its_loss_alone_computes_it_with_the_layer(end, rows):
+    loss, grads, used = ends(end, compiled=True)
+    assert used == (["cross_entropy_"] if ENDS[end][1] else ["cross_entropy", "cross_entropy_grad"])
+    right, right_grads, _ = ends(end, compiled=False)
+    assert (loss - right).abs() <= 32 * 2.0**-24 * right.abs()
+    for grad, expected in zip(grads, right_grads, strict=True):
+        # The gradient that comes in is multiplied after the sums here, and before an operand is rounded there.
+        assert (grad - expected).norm() <= 2.0**-7 * expected.norm()
+
+
+@pytest.mark.prove
+def test_a_lean_one_computes_it_in_chunks(rows):
+    loss, grads, used = ends("returned", compiled=True, memory="lean")
+    assert used == ["linear_cross_entropy"]
+    right, right_grads, _ = ends("returned", compiled=False)
+    assert (loss - right).abs() <= 32 * 2.0**-24 * right
+    for grad, expected in zip(grads, right_grads, strict=True):
+        assert (grad - expected).norm() <= 2.0**-7 * expected.norm()
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("widened", [True, False])
+def test_a_hook_of_the_logits_is_called_in_compiled_code(widened, rows, monkeypatch):
+    def hooked(h, logits, targets):
+        logits = logits.float() if widened else logits
+        logits.register_hook(lambda g: g * 0)
+        return flat(logits, targets)
+
+    monkeypatch.setitem(ENDS, "hooked", (hooked, False))
+    _, grads, _ = ends("hooked", compiled=True)
+    assert all(not grad.any() for grad in grads)
