@@ -74,7 +74,8 @@ class Widened(Tensor):
             if func == _DTYPE:
                 return torch.float32
             if narrow and func is F.cross_entropy:
-                loss = torch_loss(*args, **kwargs)
+                # As they are: what the backward pass keeps must not be widened there.
+                loss = torch_loss(args[0].as_subclass(Tensor), *args[1:], **kwargs)
                 if loss is not None:
                     return loss
             if narrow and func in VIEWS:

@@ -112,6 +112,14 @@ def test_the_loss_and_its_gradients_are_those_of_torch(form, rows, monkeypatch):
         assert (grad - expected).norm() <= 2.0**-8 * expected.norm()
 
 
+def test_the_backward_pass_reads_the_narrow_numbers_too(rows, monkeypatch):
+    given = []
+    real = losses.row_gradients
+    monkeypatch.setattr(losses, "row_gradients", lambda logits, *rest: given.append(logits) or real(logits, *rest))
+    passes("shifted")
+    assert [(type(logits), logits.dtype) for logits in given] == [(torch.Tensor, torch.bfloat16)]
+
+
 SLOW = [pytest.param(form, marks=pytest.mark.prove) for form in FORMS if form != "shifted"]
 
 
