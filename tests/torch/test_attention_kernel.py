@@ -116,6 +116,7 @@ class Attending(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+@pytest.mark.filterwarnings("ignore:Flash attention has been runtime disabled")  # as asked, below
 def test_of_a_prepared_model_the_list_of_functions_has_it():
     model = Attending().to(DEVICE)
     run = prepare(model, torch.optim.AdamW(model.parameters()), "bf16-mixed")

@@ -167,7 +167,10 @@ def test_codes_over_the_logits_are_those_of_their_gradient_in_both_layouts(fp8, 
     logits = linear(x, w, None, c).detach()
     wide, codes = logits.clone(), logits.view(torch.float8_e5m2)[:, :vocabulary]
     expected = row_losses_(wide, targets, vocabulary, *PLAIN, 1.0)
-    assert torch.equal(coded_row_losses_(logits, targets, c.words, *PLAIN[:3]), expected)
+    # The two forms of the kernel may fuse multiplications and additions differently: 20 sums of positive numbers,
+    # whose logarithm is taken, and three roundings of numbers below 16.
+    apart = coded_row_losses_(logits, targets, c.words, *PLAIN[:3]) - expected
+    assert apart.abs().max() <= 2 * (20 + 3 * 16) * 2.0**-24
     made, _ = lower(wide, c.precision.grad_operand, c)
     assert torch.equal(codes.view(torch.uint8), made.view(torch.uint8))
     assert torch.equal(_transposed(codes).view(torch.uint8), made.view(torch.uint8).t())

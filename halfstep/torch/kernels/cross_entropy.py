@@ -29,8 +29,8 @@ from torch import Tensor
 from halfstep.torch.kernels.launch import launch
 from halfstep.torch.kernels.norm import add
 
-# Numbers of a row that a program holds at once, and its warps.
-BLOCK, WARPS = 8192, 16
+# Numbers of a row that a program holds at once, and its warps: 8 take 5 % less time than 16 on an H200.
+BLOCK, WARPS = 8192, 8
 # Mantissa bits, and the exponent of the smallest normal number. Triton's interpreter converts to bf16 and fp8 by
 # truncation: there, numbers are rounded before.
 ROUNDED = {
