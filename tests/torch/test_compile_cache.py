@@ -60,6 +60,7 @@ def key_of(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.prove
 def test_every_prepared_model_has_a_key_of_its_own(key_of):
     """Of narrow layers, dynamo's graph has no more than a name and the precision in words."""
     narrow = (FP8, "bf16-mixed,compute=e4m3,grad=bf16", "bf16-mixed,compute=e4m3:delayed,grad=e5m2")
