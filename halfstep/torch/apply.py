@@ -123,7 +123,8 @@ def apply(
     attention = causal.choose(model)
     originals = plan.convert(model, plans, chosen, base, causal=any(not row.why_not for row in attention))
     recomputed = lean.save_memory(model, originals) if memory == "lean" else None
-    notes = {} if measured is None else measured.notes
+    fp8_choice.give_losses(model, ruled, measured)
+    notes = fp8_choice.notes_of(measured, ruled)
     changes = [c for p in plans if (c := change_of(p, chosen.get(p.name, base), notes.get(p.name, "")))]
     return Applied(
         policy=policy,
@@ -213,22 +214,26 @@ def set_precision(
     model: nn.Module, policy: Policy, names: Sequence[str] | None = None, measured: Measured | None = None
 ) -> int:
     """Sets what modules compute in, those that `apply` measured as it did; returns how many modules that are."""
-    base, chosen = base_precision(policy), _precisions(model, policy, names)
-    chosen = chosen if measured is None else measured.widen(chosen)
+    base, ruled = base_precision(policy), _precisions(model, policy, names)
+    chosen = ruled if measured is None else measured.widen(ruled)
     for device in _devices(model):
         check_supported([base, *chosen.values()], device)
-    return sum([give(module, chosen.get(name, base), base) for name, module in model.named_modules()])
+    count = sum([give(module, chosen.get(name, base), base) for name, module in model.named_modules()])
+    fp8_choice.give_losses(model, ruled, measured)
+    return count
 
 
 def adopt(model: nn.Module, applied: Applied, narrow: Mapping[str, bool]) -> Applied:
     """Takes over which of the measured layers are narrow, from a run that is resumed here."""
     assert applied.measured is not None
-    changed, measured = applied.measured.changed_by(narrow), applied.measured.adopt(narrow)
-    chosen = measured.widen(_precisions(model, applied.policy, None))
+    changed = {name.removesuffix(fp8_choice.OF_LOSS) for name in applied.measured.changed_by(narrow)}
+    measured, ruled = applied.measured.adopt(narrow), _precisions(model, applied.policy, None)
+    chosen, notes = measured.widen(ruled), fp8_choice.notes_of(measured, ruled)
     for name in changed:
         give(model.get_submodule(name), chosen[name], base_precision(applied.policy))
+    fp8_choice.give_losses(model, ruled, measured)
     plans = {p.name: p for p in plans_of(model) if p.name in changed}
-    rows = {n: change_of(p, chosen[n], measured.notes[n]) for n, p in plans.items()}
+    rows = {n: change_of(p, chosen[n], notes[n]) for n, p in plans.items()}
     changes = tuple(rows.get(c.name) or c for c in applied.changes)
     return replace(applied, changes=changes, measured=measured)
 

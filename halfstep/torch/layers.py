@@ -140,10 +140,12 @@ def linear(
     transposed: bool = False,
     history: History | None = None,
     watched: bool = False,
+    loss_casts: Casts | None = None,
 ) -> Tensor:
     """Returns x W^T + b, or x W + b if the matrix is held `transposed`; `history` scales delayed operands.
 
-    If it is not `watched` by hooks, compiled code may compute it together with the layer before.
+    If it is not `watched` by hooks, compiled code may compute it together with the layer before, or with its loss,
+    which has casts of its own if `loss_casts` are given.
     """
     with torch._C.DisableTorchFunction():
         if torch._C._is_any_autocast_enabled():
@@ -179,14 +181,18 @@ def linear(
             if casts.wide is not None:
                 y = narrow_linear(x, values, owner, bias, casts, history)
                 return note_linear(y, x, parts, casts, history) if noted else y
-            return _traced_linear(x, parts, casts) if noted else apply_linear(x, *parts, casts)
+            if noted:
+                return _traced_linear(x, parts, casts, history, loss_casts)
+            return apply_linear(x, *parts, casts)
 
 
-def _traced_linear(x: Tensor, parts: tuple[Any, ...], casts: Casts) -> Tensor:
+def _traced_linear(
+    x: Tensor, parts: tuple[Any, ...], casts: Casts, history: History | None, loss_casts: Casts | None
+) -> Tensor:
     """Returns the product; if x is the GELU of another, from what that was made of."""
     origin = None if epilogue.device_lacks(x.device) else gelu_of(x)
     if origin is None or origin.casts is not casts or why_not_fused(x, origin.weight[0], parts[0], casts):
-        return note_linear(apply_linear(x, *parts, casts), x, parts, casts)
+        return note_linear(apply_linear(x, *parts, casts), x, parts, casts, history, loss_casts)
     return LinearGeluLinear.apply(origin.x, *origin.weight, *parts, origin.lean, casts.compute)  # type: ignore[no-any-return]
 
 
@@ -423,9 +429,12 @@ def loss_of_layer(logits: Tensor, lean: bool) -> Callable[[Tensor, losses.Terms]
     None if the layer is not known, or has formats that its loss does not know.
     """
     origin = rows_of_layer(logits) if torch.compiler.is_compiling() and torch.is_grad_enabled() else None
-    if origin is None or not (origin.casts.direct or origin.casts.wide is not None):
+    if origin is None:
         return None
-    (values, owner, _, bias), casts, chunks = origin.weight, origin.casts, losses.LEAN_CHUNKS if lean else 1
+    casts: Casts = origin.casts if origin.loss_casts is None else origin.loss_casts
+    if not (casts.direct or casts.wide is not None):
+        return None
+    (values, owner, _, bias), chunks = origin.weight, losses.LEAN_CHUNKS if lean else 1
 
     def total(targets: Tensor, terms: losses.Terms) -> Tensor:
         return _linear_losses(origin.x, values, owner, bias, targets, casts, origin.history, terms, chunks)[0]
@@ -484,6 +493,7 @@ class Matmul(Layer):
     """A module that multiplies activations by a matrix, so that it may have narrow operands."""
 
     halfstep_history: History | None = None  # of delayed operands
+    halfstep_loss_casts: Casts | None = None  # of its loss in compiled code, if others (fp8_choice.py)
 
     def matrix_sizes(self) -> list[tuple[int, int]]:
         """Returns (inputs, outputs) of each matrix."""
@@ -518,8 +528,8 @@ class CastedLinear(Matmul, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Returns the layer's output."""
         casts = self.casts or casts_like(x)
-        watched = bool(self._forward_hooks)
-        return linear(x, self.weight, self.bias, casts, history=self.halfstep_history, watched=watched)
+        history, watched, of_loss = self.halfstep_history, bool(self._forward_hooks), self.halfstep_loss_casts
+        return linear(x, self.weight, self.bias, casts, history=history, watched=watched, loss_casts=of_loss)
 
 
 class Norm(Layer):

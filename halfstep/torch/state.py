@@ -6,6 +6,7 @@ Names are those of core.state_format, and
     average.<parameter>                     the fp32 average of a master, if the run keeps averages
     amax.<layer>                            the history by which its delayed operands are scaled (fp8/delayed.py)
     narrow.<layer>                          1 if a measured layer is narrow, 0 if it stayed wide
+    narrow.<layer>:loss                     the same of the loss computed with it, if that was measured apart
 
 Loading checks names, shapes and dtypes before it changes anything. torch's own optimizers create their state at
 the first step, so a fresh one may lack it; its formats are checked against the policy's.
@@ -29,6 +30,7 @@ from halfstep.core.scaling import ScaleState, saved_scale
 from halfstep.core.state_format import Description, Part, Snapshot, Stored, check_same, find_dtype
 from halfstep.torch.apply import adopt
 from halfstep.torch.cast import join, split
+from halfstep.torch.convert.fp8_choice import OF_LOSS
 from halfstep.torch.dtypes import dtype_of
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import held_by, is_moment, label
@@ -97,7 +99,9 @@ def load_state(run: RunParts, given: Mapping[str, Tensor]) -> None:
     lazy = tuple(f"optimizer.{i}." for i, o in enumerate(run.optimizers) if not isinstance(o, Optimizer))
     fixed = [{n: t for n, t in side.items() if not n.startswith(lazy)} for side in (state, given)]
     # The random state of a device that the run did not use, or no longer has, did not affect its results.
-    check_same(*(_described(side) for side in fixed), optional=["rng.cuda"])
+    # Nor did the loss of a layer where nobody measured it: it ran as the layer.
+    optional = ["rng.cuda", *(name for side in fixed for name in side if _is_of_loss(name))]
+    check_same(*(_described(side) for side in fixed), optional=optional)
     scale = saved_scale(run.policy.scale, given)
     entries = _checked_entries(run, {n: t for n, t in given.items() if lazy and n.startswith(lazy)})
     for name in fixed[0]:
@@ -111,7 +115,7 @@ def load_state(run: RunParts, given: Mapping[str, Tensor]) -> None:
             optimizer.state[p][key] = value
     if scale is not None:
         run.scale_state = ScaleState(*(value.to(run.device, copy=True) for value in scale))
-    narrow = {name: bool(given[f"narrow.{name}"]) for name in _narrow(run)}
+    narrow = {name: bool(given.get(f"narrow.{name}", False)) for name in _narrow(run)}
     if narrow != _narrow(run):
         assert run.conversion is not None
         run.conversion = adopt(run.model, run.conversion, narrow)
@@ -288,6 +292,10 @@ def _narrow(run: RunParts) -> Mapping[str, bool]:
     """Returns which of the measured layers are narrow: a resumed run must not measure them again."""
     measured = None if run.conversion is None else run.conversion.measured
     return {} if measured is None else measured.narrow
+
+
+def _is_of_loss(name: str) -> bool:
+    return name.startswith("narrow.") and name.endswith(OF_LOSS)
 
 
 def _check_amax(run: RunParts, given: Mapping[str, Tensor]) -> None:

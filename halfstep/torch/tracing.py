@@ -68,6 +68,7 @@ class Origin(NamedTuple):
     untouched: list[list[bool]]  # of x, of the result, and of its GELU; each is empty once a function was given it
     unwritten: list[bool]  # of the result and its views; empty once one was written to or has a hook
     history: Any = None  # of delayed operands
+    loss_casts: Any = None  # of its cross-entropy, if they differ
     activated: bool = False  # by GELU
     lean: bool = False
 
@@ -92,12 +93,14 @@ def mark_view(y: Tensor, x: Tensor) -> Tensor:
     return y
 
 
-def note_linear(y: Tensor, x: Tensor, weight: tuple[Any, ...], casts: Any, history: Any = None) -> Tensor:
+def note_linear(
+    y: Tensor, x: Tensor, weight: tuple[Any, ...], casts: Any, history: Any = None, loss_casts: Any = None
+) -> Tensor:
     """Returns the result of a linear layer with its origin, if its input is known not to change."""
     if hasattr(x, _UNTOUCHED):
         mark_new(y)
         untouched = [getattr(x, _UNTOUCHED), getattr(y, _UNTOUCHED)]
-        setattr(y, _ORIGIN, Origin(x, weight, casts, untouched, [True], history))
+        setattr(y, _ORIGIN, Origin(x, weight, casts, untouched, [True], history, loss_casts))
     return y
 
 

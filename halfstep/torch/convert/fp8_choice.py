@@ -1,6 +1,10 @@
 """Which matmuls may have narrow operands, and which are worth it: decided before anything is changed.
 
 What cannot run is refused. What is not worth it stays wide, if a rule says `measured` (core.choice.layers).
+
+**A head of somebody's model** is a linear layer with as many outputs as an embedding has rows. Compiled code may
+compute its loss with it (losses.py), where the logits are read less often than where others see them, so that
+narrow operands may be worth it there alone. So both uses are timed, and the loss has casts of its own.
 """
 
 import time
@@ -9,7 +13,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep.core.choice.layers import Measured, Timer, measure_layers, narrow_formats, not_measured
 from halfstep.core.errors import PolicyError
@@ -18,16 +22,19 @@ from halfstep.core.ladder import Clock
 from halfstep.core.precision import Precision
 from halfstep.core.refusal import EMULATE
 from halfstep.core.roles import Param, is_narrow
+from halfstep.torch import losses
 from halfstep.torch.convert.attention import MultiheadAttention
 from halfstep.torch.convert.plan import Plan, matmuls
 from halfstep.torch.dtypes import ROWS_INTO_FP32, dtype_of, product_failure
 from halfstep.torch.fp8.delayed import Amaxes
 from halfstep.torch.fp8.linear import MULTIPLE
-from halfstep.torch.layers import Matmul, casts_of
+from halfstep.torch.functions import widened
+from halfstep.torch.layers import CastedLinear, Matmul, casts_of
 from halfstep.torch.measure import LayerWork, time_layer_once
 from halfstep.torch.memory import ran_out
 from halfstep.torch.model import Head
 
+OF_LOSS = ":loss"  # after the name of a head: its loss in compiled code, which is measured apart
 CPU_TOKENS = 256  # a CPU would take minutes for more, and the answer would be the same
 
 
@@ -85,9 +92,59 @@ def measure_all(
         return not_measured(len(layers))
     works = {p.name: _works(p, held, tokens, compiled, chunks, precision) for p, precision in layers.items()}
     keys = {p.name: [(work, precision) for work in works[p.name]] for p, precision in layers.items()}
+    heads = [p.name for p, precision in layers.items() if compiled and _is_head(p, plans, precision)]
+    for name in heads:
+        keys[name + OF_LOSS] = [(replace(work, loss=chunks), precision) for work, precision in keys[name]]
     measured = measure_layers(keys, timer, ran_out, clock)
-    with_loss = {name: f"{note}, with its loss" for name, note in measured.notes.items() if works[name][0].loss}
-    return replace(measured, notes={**measured.notes, **with_loss})
+    with_loss = {name: f"{note}, with its loss" for name, note in measured.notes.items() if keys[name][0][0].loss}
+    here = measured.here + "".join(f"; `{name}` counts twice, also with its loss" for name in heads)
+    return replace(measured, notes={**measured.notes, **with_loss}, here=here)
+
+
+def give_losses(model: nn.Module, ruled: Mapping[str, Precision], measured: Measured | None) -> None:
+    """Gives each head whose loss was measured apart the casts of that, if it is narrow and the head is not."""
+    for name in _heads(measured):
+        model.get_submodule(name).__dict__["halfstep_loss_casts"] = (
+            casts_of(ruled[name]) if _has_narrow_loss(measured, name) else None
+        )
+
+
+def notes_of(measured: Measured | None, ruled: Mapping[str, Precision]) -> dict[str, str]:
+    """Returns why each measured layer is as it is, with its loss where that has formats of its own."""
+    notes = {} if measured is None else dict(measured.notes)
+    for name in _heads(measured):
+        of_loss = notes.pop(name + OF_LOSS)
+        if _has_narrow_loss(measured, name):
+            formats = narrow_formats(ruled[name])
+            where = "compiled in a model that returns its loss and not its logits"
+            notes[name] += f"; {where}, it multiplies in {formats}, {of_loss}"
+    return notes
+
+
+def uses_history(module: Matmul) -> bool:
+    """Whether a layer, or its loss, has delayed operands."""
+    of_loss = module.halfstep_loss_casts
+    return module.precision.delayed or (of_loss is not None and of_loss.delayed)
+
+
+def _heads(measured: Measured | None) -> list[str]:
+    narrow = {} if measured is None else measured.narrow
+    return [name for name in narrow if name + OF_LOSS in narrow]
+
+
+def _has_narrow_loss(measured: Measured | None, name: str) -> bool:
+    return measured is not None and measured.narrow[name + OF_LOSS] and not measured.narrow[name]
+
+
+def _is_head(plan: Plan, plans: Sequence[Plan], precision: Precision) -> bool:
+    """Whether a layer makes logits of a vocabulary, and its loss can be computed with it."""
+    if not issubclass(cast(type, plan.kind), CastedLinear):
+        return False
+    tables = {other.module.num_embeddings for other in plans if isinstance(other.module, nn.Embedding)}
+    if not any(outputs in tables and outputs >= widened.LARGE for _, outputs in _sizes(plan)):
+        return False
+    casts = casts_of(precision)
+    return not losses.why_not(cast(Tensor, plan.module.weight), casts.compute, casts)
 
 
 def add_histories(plans: Sequence[Plan], ruled: Mapping[str, Precision], device: torch.device) -> Amaxes | None:

@@ -42,6 +42,7 @@ _GIVEN = (
     "halfstep_model",
     "halfstep_remainders",
     "halfstep_history",
+    "halfstep_loss_casts",
     "halfstep_prepared",
     "halfstep_recomputed",
 )
@@ -162,6 +163,8 @@ def give(
         module.halfstep_model = Setting(casts, "", False, _mode(casts, before, has_split))
     if isinstance(module, Layer):
         module.precision = precision
+        if "halfstep_loss_casts" in module.__dict__:
+            module.__dict__["halfstep_loss_casts"] = None  # until fp8_choice.give_losses
     elif isinstance(module, Island | Leaf | Code):
         before, casts = module.__dict__.get("halfstep"), casts_of(precision)
         held = [*module.parameters(recurse=False)]

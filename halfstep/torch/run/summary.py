@@ -10,8 +10,9 @@ from halfstep.core.audit.reached import some
 from halfstep.core.formats import FP16, FP32
 from halfstep.core.roles import print_value
 from halfstep.torch import layers
+from halfstep.torch.convert.fp8_choice import uses_history
 from halfstep.torch.convert.known_packages import kept_wide
-from halfstep.torch.layers import Layer
+from halfstep.torch.layers import Layer, Matmul
 from halfstep.torch.model import Decoder
 from halfstep.torch.optim.drivers import label
 from halfstep.torch.parallel.ranks import num_ranks
@@ -90,7 +91,7 @@ def _measured(run: RunParts) -> Iterator[str]:
         yield f"  measured: {run.conversion.measured.description}"
     if run.amaxes is not None:
         modules, past = dict(run.model.named_modules()), run.amaxes.history.shape[-1]
-        count = sum(cast(Layer, modules[name]).precision.delayed for name in run.amaxes.layers)
+        count = sum(uses_history(cast(Matmul, modules[name])) for name in run.amaxes.layers)
         yield f"  delayed: {count} matmuls are scaled by the largest amax of their last {past} updates"
 
 

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 from halfstep.config.load import load
 from halfstep.config.model import ModelConfig
@@ -19,6 +22,7 @@ from halfstep.torch.convert import fp8_choice
 from halfstep.torch.convert.fp8_choice import CPU_TOKENS, measure_all
 from halfstep.torch.convert.plan import plans_of
 from halfstep.torch.dtypes import product_failure, supported
+from halfstep.torch.functions import widened
 from halfstep.torch.losses import LEAN_CHUNKS
 from halfstep.torch.measure import LayerWork, time_layer
 from halfstep.torch.model import Decoder
@@ -247,6 +251,143 @@ def test_a_head_is_timed_with_its_loss_where_that_is_how_it_runs(monkeypatch):
     assert [(size, chunks) for size, chunks in asked[True, False].items() if chunks] == [((16, 32), 1)]
     assert [chunks for chunks in asked[True, True].values() if chunks] == [LEAN_CHUNKS]
     assert not any(asked[False, False].values())
+
+
+class Others(nn.Module):
+    """A language model as people write it: its head has as many outputs as its embedding has rows."""
+
+    def __init__(self, returns="loss"):
+        super().__init__()
+        self.table, self.norm, self.head = nn.Embedding(32, 16), nn.LayerNorm(16), nn.Linear(16, 32, bias=False)
+        self.head.weight, self.returns = self.table.weight, returns
+
+    def forward(self, tokens, targets):
+        logits = self.head(self.norm(self.table(tokens)))
+        loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        return loss if self.returns == "loss" else (loss, logits)
+
+
+class Losses(Device):
+    """A device where a head is slower in fp8, and with its loss as given."""
+
+    def __call__(self, work, precisions):
+        return [1e-3, self.otherwise] if work.loss else [*super().__call__(work, precisions)[:1], 2e-3]
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """The loss kernel runs here, of any vocabulary; its operations compute in torch's functions."""
+    monkeypatch.setattr(losses, "why_not", lambda x, dtype, casts=None: "" if dtype in losses.NARROW else "wide")
+    monkeypatch.setattr(widened, "why_not", losses.why_not)
+    monkeypatch.setattr(widened, "LARGE", 32)
+
+
+@needs_fp8
+def test_a_head_of_others_is_timed_alone_and_with_its_loss_and_each_use_has_its_choice(kernel):
+    for faster in (True, False):
+        run = prepared(net=Others(), device=Losses(otherwise=0.4e-3 if faster else 0.99e-3))
+        assert run.conversion.measured.narrow == {"head": False, "head:loss": faster}
+        head, text = run.model.head, run.summary()
+        assert not head.precision.narrow
+        assert (head.halfstep_loss_casts is not None) is faster
+        alone = "multiplies in bf16, weight gradients in fp32 (measured: 2 ms in e4m3 and e5m2, 1 ms in bf16"
+        and_loss = (
+            "; compiled in a model that returns its loss and not its logits, it multiplies in e4m3 and e5m2, "
+        )
+        and_loss += "measured: 0.4 ms in e4m3 and e5m2, 1 ms in bf16, with its loss"
+        assert f"1 Linear (head): {alone}{and_loss if faster else ''})" in text
+        assert "`head` counts twice, also with its loss" in text
+    # A head that is narrow alone is so with its loss.
+    run = prepared(net=Others(), device=Device(otherwise=0.4e-3))
+    assert run.model.head.precision.narrow
+    assert run.model.head.halfstep_loss_casts is None
+    prepared(net=Others(), device=(device := Device()), memory="lean")
+    assert sorted(work.loss for work, _ in device.asked) == [0, LEAN_CHUNKS]
+
+
+@needs_fp8
+@pytest.mark.parametrize("case", ["no kernel", "eager", "small", "no table", "emulated"])
+def test_what_has_no_loss_of_its_own_is_timed_alone(case, kernel, monkeypatch):
+    if case == "no kernel":
+        monkeypatch.setattr(losses, "why_not", lambda *_: "not here")
+    if case == "small":
+        monkeypatch.setattr(widened, "LARGE", 33)
+    net = Others()
+    if case == "no table":
+        net.table = nn.EmbeddingBag(32, 16)
+    policy = f"{MEASURED},emulate=true" if case == "emulated" else MEASURED
+    run = prepared(policy, net, Losses(otherwise=0.4e-3), compiled=case != "eager")
+    assert run.conversion.measured.narrow == ({} if case == "emulated" else {"head": False})
+    assert run.model.head.halfstep_loss_casts is None
+
+
+@needs_fp8
+def test_evaluation_and_unprepare_take_the_casts_of_the_loss_away(kernel):
+    run = prepared("fp8-mixed", Others(), Losses(otherwise=0.4e-3))
+    head = run.model.head
+    given = head.halfstep_loss_casts
+    with run.evaluation():
+        assert head.halfstep_loss_casts is None
+    assert head.halfstep_loss_casts is given is not None
+    run.unprepare()
+    assert not hasattr(head, "halfstep_loss_casts")
+
+
+@needs_fp8
+@pytest.mark.parametrize("policy", [MEASURED, DELAYED], ids=["current", "delayed"])
+def test_a_resumed_run_takes_over_the_choice_of_a_loss(policy, kernel):
+    fast, slow = (prepared(policy, Others(), Losses(otherwise=s)) for s in (0.4e-3, 2e-3))
+    saved = {name: stored(t) for name, t in state_of(fast).items()}
+    before = slow.summary()
+    own = {name: restored(stored(t)) for name, t in state_of(slow).items()}
+    load_state(slow, {name: restored(record) for name, record in saved.items()})
+    assert slow.model.head.halfstep_loss_casts is fast.model.head.halfstep_loss_casts is not None
+    assert "it multiplies in e4m3 and e5m2, as in the run that is resumed; here measured: 2 ms" in slow.summary()
+    assert f"delayed: {int(policy == DELAYED)} matmuls" in slow.summary() or policy == MEASURED
+    load_state(slow, own)
+    assert slow.summary() == before
+    # Of a run that did not measure it, on another device or before there was this choice: it ran as the layer.
+    del saved["narrow.head:loss"]
+    load_state(fast, {name: restored(record) for name, record in saved.items()})
+    assert fast.model.head.halfstep_loss_casts is None
+    alone = prepared(policy, Others(), Losses(), compiled=False)
+    load_state(alone, own)
+    assert alone.conversion.measured.narrow == {"head": False}
+
+
+def compiled_pass(policy, returns, device):
+    """Returns the loss, the gradients, and which kinds of matmuls the compiled graphs have."""
+    torch.manual_seed(0)
+    run, used = prepared(policy, Others(returns), device), set()
+
+    def keep(graph, inputs):
+        called = [str(node.target) for node in graph.graph.nodes]
+        used.update(kind for kind in ("scaled_mm", "aten.mm", "linear") if any(kind in name for name in called))
+        return make_boxed_func(graph.forward)
+
+    torch.compiler.reset()
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    y = torch.compile(run.model, fullgraph=True, backend=backend)(*torch.randint(32, (2, 2, 8)))
+    run.backward(y[0] if returns == "logits" else y)
+    return [*(y if returns == "logits" else [y]), *(p.grad for p in run.model.parameters())], used
+
+
+@needs_fp8
+@pytest.mark.parametrize(
+    ("policy", "returns"),
+    [
+        (MEASURED, "loss"),
+        pytest.param(MEASURED, "logits", marks=pytest.mark.prove),
+        pytest.param(DELAYED, "loss", marks=pytest.mark.prove),
+    ],
+)
+def test_compiled_code_has_the_loss_in_fp8_or_the_logits_in_bf16_and_not_both(policy, returns, kernel):
+    found, used = compiled_pass(policy, returns, Losses(otherwise=0.4e-3))
+    same = policy.replace(":measured", "") if returns == "loss" else "bf16-mixed"
+    right, expected = compiled_pass(same, returns, None)
+    assert used == expected
+    assert ("scaled_mm" in used, len(used)) == (returns == "loss", 1)
+    assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
 
 
 @needs_fp8
