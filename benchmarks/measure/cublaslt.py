@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-COMPUTE_32F = 68  # cublasComputeType_t
-TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType_t
+from halfstep.torch.kernels import epilogue
+from halfstep.torch.kernels.epilogue import COMPUTE_32F, MAX_WORKSPACE, WORKSPACE, Heuristic, library
+
+TYPES = {torch.float32: epilogue.FP32, **epilogue.TYPES}
 TRANSA, TRANSB, EPILOGUE, BIAS, AUX, AUX_LD = 3, 4, 7, 8, 11, 12  # cublasLtMatmulDescAttributes_t
 DEFAULT, GELU_AUX, GELU_AUX_BIAS, DGELU, DGELU_BGRAD, BGRADB = 1, 160, 164, 192, 208, 512  # cublasLtEpilogue_t
-MAX_WORKSPACE = 1  # cublasLtMatmulPreferenceAttributes_t
 # cublasLtMatmulAlgoConfigAttributes_t, each with its C type
 CONFIG: dict[str, tuple[int, Any]] = {
     "id": (0, ctypes.c_int32),
@@ -28,26 +29,7 @@ CONFIG: dict[str, tuple[int, Any]] = {
     "stages": (6, ctypes.c_uint32),
     "cluster": (8, ctypes.c_uint16),
 }
-ALGORITHMS, WORKSPACE = 8, 32 << 20
-
-
-class Heuristic(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t."""
-
-    _fields_ = (
-        ("algorithm", ctypes.c_uint64 * 8),
-        ("workspace", ctypes.c_size_t),
-        ("state", ctypes.c_int),
-        ("waves", ctypes.c_float),
-        ("reserved", ctypes.c_int * 4),
-    )
-
-
-def loaded() -> ctypes.CDLL:
-    """Returns the library that torch has loaded."""
-    with open("/proc/self/maps") as maps:
-        paths = {line.split()[-1] for line in maps if "libcublasLt.so" in line}
-    return ctypes.CDLL(sorted(paths)[0])
+ALGORITHMS = 8
 
 
 class LtMatmul:
@@ -61,7 +43,7 @@ class LtMatmul:
         self, left: Tensor, right: Tensor, out: Tensor, epilogue: int, aux: Tensor | None = None,
         bias: Tensor | None = None, *, turned: str = "",
     ):  # fmt: skip
-        self.library, self.handle, self.kept = loaded(), ctypes.c_void_p(), (left, right, out, aux, bias)
+        self.library, self.handle, self.kept = library(), ctypes.c_void_p(), (left, right, out, aux, bias)
         self._call("cublasLtCreate", ctypes.byref(self.handle))
         self.describe(left, right, out, epilogue, aux, bias, turned)
         self.workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=out.device)

@@ -12,6 +12,9 @@ Writing to a view of it is refused: the other views would not see it.
 narrow numbers are an attribute of it, which the function mode hands on from view to view (`follow`) and reads at
 the loss (`narrowed`). If nothing else reads the fp32 numbers, the compiler drops them. Writing to one of the views
 makes all of them forget. A mode does not see `.T`, `.mT` and `.data`: do not write to logits through those.
+
+Logits also know the layer that made them (tracing.py). Their loss is traced twice, of rows and by the layer
+(`either`), and what the model returns says which of the two is taken (`settled`).
 """
 
 from typing import Any

@@ -273,7 +273,8 @@ def test_a_compiled_model_that_returns_its_loss_alone_computes_it_with_the_layer
     right, right_grads, _ = ends(end, compiled=False)
     assert (loss - right).abs() <= 32 * 2.0**-24 * right.abs()
     for grad, expected in zip(grads, right_grads, strict=True):
-        # The gradient that comes in is multiplied after the sums here, and before an operand is rounded there.
+        # The gradient that comes in is multiplied after the sums here, and before an operand is rounded there: the
+        # logits' gradient and that of x are rounded to bf16, each by at most 2^-9, on both sides.
         assert (grad - expected).norm() <= 2.0**-7 * expected.norm()
 
 
