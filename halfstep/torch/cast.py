@@ -147,8 +147,8 @@ def amax_of(x: Tensor, operand: Operand) -> Tensor:
         return torch.linalg.vector_norm(x, math.inf, **dims).float()
     # Fused code takes the maximum before the rounding to bf16. If the maximum were bf16, the code would round
     # what it stores but not what it continues with: forward and backward would be scaled by two numbers.
-    magnitude = x.abs().float()
-    return magnitude.amax(dim=-1, keepdim=True) if rows else magnitude.amax()
+    largest = x.abs().float().amax(dim=-1, keepdim=True)
+    return largest if rows else largest.amax()  # inductor takes up to 2.3 times as long for all at once
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import Format
 from halfstep.torch.cast import carried
 from halfstep.torch.kernels import epilogue
+from halfstep.torch.kernels.gelu import gelu
 from halfstep.torch.lowering import Casts
 from halfstep.torch.split.operand import through
 from halfstep.torch.tracing import recording, transforming
@@ -247,7 +248,7 @@ class LinearGeluLinear(torch.autograd.Function):
         if needs[4]:
             grads[4] = dh.sum(0, dtype=torch.float32)
         if needs[6]:
-            grads[6] = matmul(g.t(), kept[0] if kept else epilogue.gelu(h), torch.float32)
+            grads[6] = matmul(g.t(), kept[0] if kept else gelu(h), torch.float32)
         if needs[8]:
             grads[8] = g.sum(0, dtype=torch.float32)
         return tuple(grads)

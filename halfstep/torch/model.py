@@ -26,6 +26,7 @@ from halfstep.config.model import ModelConfig, module_names, parameter_shapes
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.torch import layers
 from halfstep.torch.fp8.coded_loss import why_not_coded
+from halfstep.torch.kernels.gelu import gelu
 from halfstep.torch.layers import CastedLinear, Layer, Matmul, Norm
 from halfstep.torch.losses import LEAN_CHUNKS, Terms, why_not
 from halfstep.torch.lowering import Casts, enter, owned, rounded
@@ -280,7 +281,7 @@ class MLP(Layer):
             return rounded(rounded(F.silu(enter(gate, casts)), casts) * hidden, casts)
         if self.kind == "relu2":
             return rounded(F.relu(hidden).square(), casts)
-        return rounded(F.gelu(hidden, approximate="tanh" if self.kind == "gelu" else "none"), casts)
+        return rounded(gelu(hidden) if self.kind == "gelu" else F.gelu(hidden), casts)
 
 
 class Embedding(Layer):

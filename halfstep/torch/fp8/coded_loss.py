@@ -38,7 +38,7 @@ from halfstep.torch import losses
 from halfstep.torch.cast import to_native
 from halfstep.torch.dtypes import DTYPES, dtype_of
 from halfstep.torch.fp8 import linear
-from halfstep.torch.fp8.linear import MULTIPLE, NAMED, Lowered, has_one_scale, lower, padded, product
+from halfstep.torch.fp8.linear import MULTIPLE, NAMED, Lowered, has_one_scale, lower, padded, product, turned
 from halfstep.torch.losses import ONCE, SCALES, Terms, part, row_losses_, sample_of
 from halfstep.torch.lowering import Casts
 from halfstep.torch.matmul import in_compute, once, rows_of
@@ -194,14 +194,7 @@ def _grad_weight(logits: Tensor, x_t: Tensor, g_inv: Tensor, x_inv: Tensor, out:
 
 def _transposed(codes: Tensor, out: Tensor | None = None) -> Tensor:
     """Returns the same codes with the other dimension last, in memory of their own unless some is given."""
-    out = codes.new_empty(codes.shape[1], codes.shape[0]) if out is None else out
-    if losses.has_kernel(codes):
-        from halfstep.torch.kernels.transpose import transpose  # needs Triton
-
-        transpose(codes, out)
-    else:
-        out.view(torch.uint8).copy_(codes.view(torch.uint8).t())
-    return out
+    return turned(codes, codes.new_empty(codes.shape[1], codes.shape[0]) if out is None else out)
 
 
 def _sample(logits: Tensor, targets: Tensor, size: int, terms: Sequence[Any], casts: Casts) -> Tensor:

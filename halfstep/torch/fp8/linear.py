@@ -46,6 +46,7 @@ from halfstep.core.roles import Operand, is_narrow
 from halfstep.torch.cast import amax_of, carried, quantize_scaled
 from halfstep.torch.dtypes import DTYPES, ROWS_INTO_FP32, dtype_of
 from halfstep.torch.fp8.delayed import History
+from halfstep.torch.kernels import has_triton
 from halfstep.torch.lowering import Casts
 from halfstep.torch.matmul import apply_linear, in_compute, matmul, once, refuse_transforms, rows_of
 from halfstep.torch.tracing import compiling, traced
@@ -225,10 +226,11 @@ def output(
     a, b = known or lower(rows, p.operand, casts, x_amax), lower(w, p.operand, casts, w_amax)
     added = None if bias is None else in_compute(bias, casts)
     y = product(_first(a, tokens), b, p.compute, casts.compute, casts, bias=added, fast=casts.fast)
-    # 3. For the backward pass: x as codes, or as it came if each row has a scale; scales and amaxes.
-    scales = [a.inv_scale, w_amax] if has_one_scale(p.operand) else []
+    # 3. For the backward pass: x as codes, or as it came if it is cast again; scales and amaxes.
+    again = _casts_again(values, casts)
+    scales = [x_amax if again else a.inv_scale, w_amax] if has_one_scale(p.operand) else []
     amaxes = [] if past is None else [past, torch.stack([cast(Tensor, x_now), w_now])]
-    kept = [rows if _has_row_scales(p.operand) else a.values, values, *scales, *amaxes]
+    kept = [rows if again or _has_row_scales(p.operand) else a.values, values, *scales, *amaxes]
     return y, kept  # type: ignore[return-value]
 
 
@@ -269,7 +271,7 @@ def gradients(
     formats = (FP32, FP32) if wide else (p.grad, p.grad_weight)
     dtypes = (torch.float32, torch.float32) if wide else (casts.grad, casts.grad_weight)
     kept, values, *rest = saved
-    x_inv, w_amax = rest[:2] if has_one_scale(p.operand) else (None, None)
+    x_scale, w_amax = rest[:2] if has_one_scale(p.operand) else (None, None)
     past, now = rest[-2:] if delayed else (None, None)
     grad_input = grad_weight = grad_bias = amaxes = None
     # 1. grad_bias, from the gradient before its cast.
@@ -297,9 +299,17 @@ def gradients(
     # 3. Its codes: of all of it, or of a part at a time if they are many. A factor is undone with a scale.
     parts, others = (-(-g.numel() // CODES), None) if narrow else (1, factor)
     whole = cast_part(g) if parts == 1 else None
+
+    def cast_again(x: Tensor, amax: Tensor | None) -> Lowered:
+        if amax is not None and compiling():  # as above: a compiler would keep the codes of the forward pass
+            late = g[0, 0] if g_amax is None else g_amax
+            amax = torch.where(late.isnan(), late, amax)
+        return lower(x, p.operand, casts, amax)
+
     # 4. grad_input = g W, some tokens at a time.
     if needs[0]:
-        b = lower(in_compute(values, casts).t(), p.operand, casts, w_amax)
+        w = in_compute(values, casts)
+        b = _transposed(cast_again(w, w_amax), w, p.operand, casts)
         b = b._replace(inv_scale=_times(b.inv_scale, others))
         multiply = partial(product, b=b, out=formats[0], dtype=dtypes[0], casts=casts)
         if whole is not None:
@@ -308,7 +318,9 @@ def gradients(
             grad_input = torch.cat([multiply(cast_part(part)) for part in _split(g[:tokens], parts)])
     # 5. grad_weight = g^T x, both transposed, some outputs at a time.
     if needs[1]:
-        x_t = _transposed(Lowered(kept, x_inv), kept, p.operand, casts)
+        again = _casts_again(values, casts)
+        x = cast_again(kept, x_scale) if again else Lowered(kept, x_scale)
+        x_t = _transposed(x, kept, p.operand, casts, shared=not again)
         x_t = x_t._replace(inv_scale=_times(x_t.inv_scale, others))
         multiply = partial(product, b=x_t, out=formats[1], dtype=dtypes[1], casts=casts)
         if whole is not None:
@@ -337,13 +349,52 @@ def _amax(x: Tensor, operand: Operand, past: Tensor | None, index: int) -> tuple
     return torch.where(past[index] > 0, past[index], now), now
 
 
-def _transposed(a: Lowered, wide: Tensor, operand: Operand, casts: Casts, factor: Tensor | None = None) -> Lowered:
+def _casts_again(w: Tensor, casts: Casts) -> bool:
+    """Whether x is kept as it came, and cast again in the backward pass: in compiled code, if it is wider than y.
+
+    Its codes are then written once, and transposed. Of others inductor writes transposed codes at once: it may be
+    the input of several layers, such as queries, keys and values, which have one cast in common.
+    """
+    return compiling() and not casts.emulate and has_one_scale(casts.precision.operand) and w.shape[1] > w.shape[0]
+
+
+def _transposed(
+    a: Lowered, wide: Tensor, operand: Operand, casts: Casts, factor: Tensor | None = None, *, shared: bool = False
+) -> Lowered:
     """Transposes an operand: the same numbers, or a new cast if each row has a scale, times the same factor."""
     if _has_row_scales(operand):
         again = lower(wide.t(), operand, casts)
         return again._replace(inv_scale=_times(again.inv_scale, factor))
-    values = a.values.t()
-    return Lowered(values if casts.emulate or a.inv_scale is None else values.contiguous(), a.inv_scale)
+    if casts.emulate or a.inv_scale is None:
+        return Lowered(a.values.t(), a.inv_scale)
+    by_compiler = shared and compiling()
+    return Lowered(a.values.t().contiguous() if by_compiler else transpose_codes(a.values), a.inv_scale)
+
+
+@torch.library.custom_op("halfstep::transpose_codes", mutates_args=())
+def transpose_codes(codes: Tensor) -> Tensor:
+    """Returns codes with the other dimension last.
+
+    Opaque to compilers: inductor writes them byte by byte where it makes the codes, which takes it longer than to
+    write them once and to transpose them.
+    """
+    return turned(codes, codes.new_empty(codes.shape[1], codes.shape[0]))
+
+
+@transpose_codes.register_fake
+def _(codes: Tensor) -> Tensor:
+    return codes.new_empty(codes.shape[1], codes.shape[0])
+
+
+def turned(codes: Tensor, out: Tensor) -> Tensor:
+    """Writes the transpose of codes to `out`."""
+    if codes.is_cuda and has_triton():
+        from halfstep.torch.kernels.transpose import transpose  # needs Triton
+
+        transpose(codes, out)
+    else:
+        out.view(torch.uint8).copy_(codes.view(torch.uint8).t())
+    return out
 
 
 def _first(a: Lowered, rows: int) -> Lowered:

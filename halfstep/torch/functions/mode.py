@@ -35,6 +35,7 @@ from halfstep.torch.functions.lean import recomputed
 from halfstep.torch.functions.table import TABLE, VIEWS, named
 from halfstep.torch.functions.widened import LOOKS, MORE_VIEWS, follow, narrowed, settled, wide_of
 from halfstep.torch.functions.widened import VIEWS as WIDENED_VIEWS
+from halfstep.torch.kernels.gelu import gelu
 from halfstep.torch.lowering import Casts
 from halfstep.torch.split.parameter import HalfOfSplitMaster
 from halfstep.torch.tracing import mark_new, mark_view, note_gelu, touch
@@ -99,9 +100,9 @@ class TracedMode(PolicyMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = narrowed(args) if func is F.cross_entropy else args
         kwargs = kwargs or {}
+        if func is F.gelu and args and kwargs.get("approximate") == "tanh":
+            return note_gelu(super().__torch_function__(gelu, types, args), args[0], self.lean)
         y = super().__torch_function__(func, types, args, kwargs)
-        if func is F.gelu:
-            return note_gelu(y, args[0], self.lean) if args and kwargs.get("approximate") == "tanh" else y
         if func in NEW:
             mark_new(y)
         if func in VIEWS_OF_ONE and args:

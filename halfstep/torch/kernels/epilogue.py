@@ -18,12 +18,12 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from halfstep.core.errors import HalfstepError
 from halfstep.torch.dtypes import STANDS_FOR, describe
+from halfstep.torch.kernels.gelu import gelu
 
 HOPPER = (9, 0)  # older GPUs are not measured
 
@@ -83,11 +83,6 @@ def _(x: tuple[int, int], w: tuple[int, int], *_: Any, **__: Any) -> int:
 @register_flop_formula(torch.ops.halfstep.linear_gelu_grad)
 def _(h: tuple[int, int], g: tuple[int, int], *_: Any, **__: Any) -> int:
     return 2 * h[0] * h[1] * g[1]
-
-
-def gelu(h: Tensor) -> Tensor:
-    """Returns the tanh approximation of GELU."""
-    return F.gelu(h, approximate="tanh")
 
 
 @torch.compiler.assume_constant_result

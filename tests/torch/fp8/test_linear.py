@@ -372,6 +372,24 @@ class Branches(nn.Module):
         return self.q(x) + self.k(x)
 
 
+def compiled_graphs(model, policy, x):
+    """The graphs of a forward and a backward pass."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph.graph)
+        return make_boxed_func(graph.forward)
+
+    prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    torch._dynamo.reset()
+    torch.compile(model, fullgraph=True, backend=backend)(bf16(x).requires_grad_()).sum().backward()
+    return graphs
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize(
     ("policy", "forward", "backward"),
@@ -383,27 +401,27 @@ class Branches(nn.Module):
 )
 def test_layers_on_one_x_share_its_cast_in_compiled_code(policy, forward, backward):
     """AOTAutograd takes equal operations for one, unless they are of a NaN constant, which differs from itself."""
-    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-    from torch._dynamo.backends.common import aot_autograd
-
-    graphs = []
-
-    def keep(graph, _):
-        graphs.append(graph.graph)
-        return make_boxed_func(graph.forward)
-
-    model = Branches()
-    prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
-    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
-    torch._dynamo.reset()
-    x = draw(48, 16).bfloat16().requires_grad_()
-    torch.compile(model, fullgraph=True, backend=backend)(x).sum().backward()
+    graphs = compiled_graphs(Branches(), policy, draw(48, 16))
     for graph, width, expected in zip(graphs, (16, 32), (forward, backward), strict=True):
         made = [n for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
         casts = [n for n in made if n.target is torch.ops.aten._to_copy.default and n.meta["val"].itemsize == 1]
         looks = [n for n in made if n.target is torch.ops.aten.amax.default]
         of_x = [n for n in casts if n.meta["val"].shape == (48, width)]
         assert (len(of_x), sum(n.args[0].meta["val"].shape == (48, width) for n in looks)) == expected
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("policy", [FP8, DELAYED])
+def test_compiled_code_keeps_no_codes_of_what_it_computes_again(policy):
+    """ReLU's result is made of what is kept for its gradient; codes beside that would be memory for nothing."""
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
+    forward, backward = compiled_graphs(model, policy, draw(48, 16))
+    kept = [n.meta["val"] for n in forward.output_node().args[0] if isinstance(n, torch.fx.Node)]
+    assert not [t for t in kept if t.itemsize == 1 and t.shape == (48, 64)]
+    turned = [n for n in backward.nodes if n.target is torch.ops.halfstep.transpose_codes.default]
+    shapes = sorted(tuple(n.meta["val"].shape) for n in turned)
+    # Of the second layer x, W and g; of the first W and g.
+    assert shapes == sorted([(64, 48), (64, 16), (16, 48), (16, 64), (64, 48)])
 
 
 def test_what_dynamo_takes_as_it_is_knows_that_it_is_compiled(monkeypatch):
