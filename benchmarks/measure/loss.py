@@ -1,6 +1,7 @@
 """Times a linear layer with its cross-entropy, forward and backward, and a step of GPT-2 124M with and without it.
 
-    python benchmarks/measure/loss.py [--repeats 12] [--sweep] [--no-step]
+    python benchmarks/measure/loss.py [--repeats 12] [--no-step]
+    python benchmarks/measure/loss.py --sweep
     python benchmarks/measure/loss.py --head
 
     torch       bf16 matmul of an fp32 weight, `F.cross_entropy` of widened logits, compiled
@@ -10,10 +11,12 @@
     eager ...   without a compiler
 
 Arms of one shape take turns; the median of their milliseconds, and the peak of memory beyond what the inputs take.
-`--sweep` times the kernel alone for several blocks and warps, beside a copy of the same bytes.
+`--sweep` only times the kernel alone for several blocks and warps, beside a copy of the same bytes, each time of
+the same logits; `off` is how far losses are from fp64. Some 20 seconds.
 `--head` only compares a head with its loss in bf16 and fp8, compiled, as `fp8-mixed` times it to choose, and
 times the kernels that make both layouts of the gradient's codes; some 30 seconds.
-Needs an NVIDIA GPU; `--tiny` runs small shapes on any machine, only to show that it runs.
+Needs an NVIDIA GPU; `--tiny` runs small shapes on any machine, only to show that it runs; `--sweep` then with
+TRITON_INTERPRET=1.
 """
 
 import argparse
@@ -47,8 +50,7 @@ SHAPES = [
 TINY = [(64, 16, 48)]
 HEADS = [(32768, 768, 50304), (16384, 2048, 50304)]
 FP8 = precisions(Policy.parse("bf16-mixed,compute=e4m3,grad=e5m2"), ["head"])["head"]
-FORMS = [(block, warps) for block in (4096, 8192, 16384, 32768) for warps in (8, 16, 32)]
-CODE_FORMS = [(8192, 8), (8192, 32), (16384, 32)]  # beside the kernel's own
+FORMS = [(8192, 16), (8192, 8), (8192, 32), (4096, 8), (16384, 16), (16384, 32)]  # blocks and warps
 CASTS = casts_for("bf16-mixed")
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -156,23 +158,29 @@ def measure_step(repeats: int, device: str) -> dict[str, tuple[float, float, flo
     return results
 
 
-def sweep(repeats: int) -> None:
+def sweep(repeats: int, device: str, rows: int, width: int, forms: list[tuple[int, int]]) -> None:
+    """Prints ms of the kernel without terms, with a softcap, and writing codes, for each form."""
     from halfstep.torch.kernels import cross_entropy as kernel
 
-    def ms(*work: Any) -> float:
-        return statistics.median(timed(partial(*work), "cuda") for _ in range(repeats + 1))
-
-    for width, padded in ((50304, 50304), (50257, 50264)):
-        targets = torch.randint(width, (32768,), device="cuda")
-        logits = torch.randn(32768, padded, device="cuda", dtype=torch.bfloat16)
-        print(f"{width} of {padded} columns: a copy takes {ms(logits.clone):.3f} ms")
-        for kernel.BLOCK, kernel.WARPS in FORMS:
-            for cap in (0.0, 15.0):
-                given = (logits, targets, width, (-100, 0.0, cap, 0.0))
-                both, alone = ms(kernel.losses_and_gradients, *given, 1.0), ms(kernel.losses, *given)
-                form = f"block {kernel.BLOCK}, {kernel.WARPS} warps{', softcap' if cap else ''}"
-                print(f"  {form}: loss and gradient {both:.3f} ms, loss {alone:.3f} ms", flush=True)
-    kernel.BLOCK, kernel.WARPS = 8192, 16
+    torch.manual_seed(0)
+    given = torch.randn(rows, width, device=device).bfloat16()
+    logits, targets = given.clone(), torch.randint(width, (rows,), device=device)
+    codes = logits.view(torch.float8_e5m2)[:, :width]
+    right = F.cross_entropy(given[:64].double(), targets[:64], reduction="none")
+    plain, capped = (-100, 0.0, 0.0, 0.0), (-100, 0.0, 15.0, 0.0)
+    runs = {
+        "gradient": partial(kernel.losses_and_gradients, logits, targets, width, plain, 1.0),
+        "codes": partial(kernel.losses_and_codes, logits, codes, targets, width, plain, 1.0, 2.0**15),
+        "softcap": partial(kernel.losses_and_gradients, logits, targets, width, capped, 1.0),
+        "loss alone": partial(kernel.losses, logits, targets, width, plain),
+    }
+    again = partial(logits.copy_, given)
+    print(f"{rows} x {width}: a copy takes {median_ms(again, repeats, device):.3f} ms")
+    for kernel.BLOCK, kernel.WARPS in forms:
+        times = [f"{name} {median_ms(run, repeats, device, again):.3f} ms" for name, run in runs.items()]
+        again()
+        off = (runs["gradient"]()[:64].double() - right).abs().max()
+        print(f"  block {kernel.BLOCK}, {kernel.WARPS} warps: {', '.join(times)}, off {off:.1e}", flush=True)
 
 
 def compare_heads(shapes: list[tuple[int, int, int]], repeats: int, device: str) -> None:
@@ -199,20 +207,31 @@ def compare_heads(shapes: list[tuple[int, int, int]], repeats: int, device: str)
                 coded_loss._transposed, codes, other.view(-1)[: codes.numel()].view(vocabulary, tokens)
             ),
         }
+        again = partial(logits.copy_, logits.clone())
         for name, run in kernels.items():
-            print(f"  {name}: {median_ms(run, repeats, device):.3f} ms", flush=True)
-    if device == "cuda":
-        from halfstep.torch.kernels import cross_entropy as kernel
-
-        for kernel.BLOCK, kernel.WARPS in CODE_FORMS:
-            taken = median_ms(kernels["loss, codes"], repeats, device)
-            print(f"  loss, codes, block {kernel.BLOCK}, {kernel.WARPS} warps: {taken:.3f} ms", flush=True)
+            print(f"  {name}: {median_ms(run, repeats, device, again):.3f} ms", flush=True)
 
 
-def median_ms(run: Callable[[], object], repeats: int, device: str) -> float:
-    """Returns the median of milliseconds, after a first run that compiles."""
-    run()
-    return statistics.median(timed(run, device) for _ in range(repeats))
+def median_ms(
+    run: Callable[[], object], repeats: int, device: str, before: Callable[[], object] = lambda: None
+) -> float:
+    """Returns the median of milliseconds, on a GPU by its own clock, after a first run that compiles.
+
+    `before` restores what a run writes over: codes are no logits, and a row of numbers far apart is added twice.
+    """
+    times = []
+    for _ in range(repeats + 1):
+        before()
+        if device != "cuda":
+            times.append(timed(run, device))
+            continue
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[1:])
 
 
 def peak_of(x: Tensor, weight: Tensor, targets: Tensor, casts: Any, device: str) -> tuple[float, float]:
@@ -230,7 +249,7 @@ def peak_of(x: Tensor, weight: Tensor, targets: Tensor, casts: Any, device: str)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=12)
-    parser.add_argument("--sweep", action="store_true", help="also time the kernel alone")
+    parser.add_argument("--sweep", action="store_true", help="only time the kernel alone")
     parser.add_argument("--no-step", action="store_true", help="leave the steps of 124M out")
     parser.add_argument("--head", action="store_true", help="only compare a head in bf16 and fp8")
     parser.add_argument("--tiny", action="store_true", help="use small shapes on the CPU")
@@ -242,7 +261,10 @@ def main() -> None:
         print(f"done after {time.perf_counter() - begun:.0f} s")
         return
     if options.sweep:
-        sweep(options.repeats)
+        shape = (5, 300, [(64, 1), (512, 2)]) if options.tiny else (32768, 50304, FORMS)
+        sweep(options.repeats, device, *shape)
+        print(f"done after {time.perf_counter() - begun:.0f} s")
+        return
     results = {} if options.no_step else {"124M, 32 x 1024": measure_step(options.repeats, device)}
     for shape in TINY if options.tiny else SHAPES:
         results["{} x {} x {}".format(*shape)] = measure(shape, options.repeats, device)

@@ -4,21 +4,27 @@
     loss = lse - (1 - smoothing) z[target] - smoothing mean(z) + z_loss lse^2
     dx = factor dz/dx (p (1 + 2 z_loss lse) - smoothing / width - (1 - smoothing) [target]),  p = exp(z - lse)
 
-1. The first loop over a row keeps its largest number so far, and the sum of exponentials relative to it.
+1. The first loop over a row adds exponentials relative to the target's own: what counts of a row is at most as far
+   above it as the loss is large, so the sum stays in fp32, and the warps wait for each other once a row and not
+   once a block. A row whose sum left fp32 is added again, relative to its largest number (`_again`).
 2. The second reads the row again, from the cache if all rows that are at work fit there (264 programs, two for
    each multiprocessor, of 50,304 bf16 numbers are 27 MB of an H200's 50 MB), and writes the gradient: over the
-   logits, or elsewhere.
+   logits, or elsewhere. The next block is read before this one is written: a compiler cannot tell them apart.
+3. The target is subtracted from its own column alone, after all others were written.
+
+Loops are unrolled, up to eight blocks, so that several blocks are on their way at once; then masks vanish where a
+block is whole.
 
 So the logits cross the memory once, and once more as a gradient: 4 bytes a number. `lses` allow the second loop
 to run later (`gradients`), when the factor of each row is known.
 
 A gradient may also be written as 8-bit codes (fp8/coded_loss.py), 3 bytes a number: rounded to the format of the
 logits as ever, then times a scale, then to the format of the codes. They may begin where their row of logits does:
-a block is written after all of it was read, and ends before the next one to be read begins.
+codes of a block are written after all warps have read it, and end where it does or earlier.
 
-The columns between `width` and the end of a row are padding: nothing reads them, and their gradient is zero. A row
-whose target is `ignored` has no loss and a gradient of zeros, whatever its logits are; a target that is no column
-makes its loss NaN.
+The columns between `width` and the end of a row are padding: what they hold does not count, and their gradient is
+zero. A row whose target is `ignored` has no loss and a gradient of zeros, whatever its logits are; a target that
+is no column makes its loss NaN.
 """
 
 import torch
@@ -29,8 +35,9 @@ from torch import Tensor
 from halfstep.torch.kernels.launch import launch
 from halfstep.torch.kernels.norm import add
 
-# Numbers of a row that a program holds at once, and its warps: 8 take 5 % less time than 16 on an H200.
-BLOCK, WARPS = 8192, 8
+# Numbers of a row that a program reads at once, its warps, and the registers of a thread: of 65,536, so that two
+# programs share a multiprocessor. Left alone, ptxas takes 64 to 127; at 64 nothing or little is spilled.
+BLOCK, WARPS, REGISTERS = 8192, 16, 64
 # Mantissa bits, and the exponent of the smallest normal number. Triton's interpreter converts to bf16 and fp8 by
 # truncation: there, numbers are rounded before.
 ROUNDED = {
@@ -92,10 +99,13 @@ def _launch(
     rounded = {} if logits.is_cuda else ROUNDED
     by_hand = [number for dtype in dtypes for number in rounded.get(dtype, (0, 0))]
     aligned = (logits.data_ptr() % 16 == 0, grads.data_ptr() % 16 == 0)
-    key = (*dtypes, targets.dtype, aligned, sizes, has)
+    warps = max(1, min(WARPS, block // 256))
+    key = (*dtypes, targets.dtype, aligned, sizes, has, warps)
     numbers = (ignored, *map(float, (smoothing, cap, z_loss, factor, scale)))
     given = (logits, grads, targets, losses, lses, factors, *numbers, *sizes, *has, *by_hand)
-    options = {"num_warps": max(1, min(WARPS, block // 256)), "enable_fp_fusion": True}
+    options = {"num_warps": warps, "enable_fp_fusion": True}
+    if torch.version.hip is None:
+        options["maxnreg"] = REGISTERS  # which AMD's compiler does not know
     launch(_row, key, logits, logits.shape[0], *given, **options)
 
 
@@ -110,7 +120,7 @@ def _row(
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
     xs, dxs = logits + row * STRIDE, grads + row * GRAD_STRIDE
-    FULL: tl.constexpr = WIDTH // BLOCK * BLOCK  # loads without a mask are as wide as they can be
+    UNROLLED: tl.constexpr = min(8, (PADDED + BLOCK - 1) // BLOCK)
     if target == ignored:
         if LOSS:
             tl.store(losses + row, 0.0)
@@ -121,36 +131,27 @@ def _row(
                 zeros = tl.full((BLOCK,), 0.0, tl.float32).to(dxs.dtype.element_ty)
                 tl.store(dxs + column, zeros, column < PADDED)
     else:
+        known = (target >= 0) & (target < WIDTH)
+        picked = tl.load(xs + target, known, other=0.0).to(tl.float32)
         if LOSS:
-            # Before a gradient is written over it: the reductions below have barriers.
-            known = (target >= 0) & (target < WIDTH)
-            picked = tl.load(xs + target, known, other=0.0).to(tl.float32)
-            picked = tl.where(known, picked, float("nan"))
-            if CAP:
-                picked = _capped(picked, cap)[0]
-            top = float("-inf")
+            base = _capped(picked, cap)[0] if CAP else picked
+            of_target = tl.where(known, base, float("nan"))
             sums = tl.full((BLOCK,), 0.0, tl.float32)
             linear = tl.full((BLOCK,), 0.0, tl.float32)
-            for start in range(0, FULL, BLOCK):
-                x = tl.load(xs + start + tl.arange(0, BLOCK), eviction_policy="evict_last").to(tl.float32)
+            for start in tl.range(0, WIDTH, BLOCK, loop_unroll_factor=UNROLLED):
+                column = start + tl.arange(0, BLOCK)
+                x = tl.load(xs + column, column < PADDED, other=0.0, eviction_policy="evict_last").to(tl.float32)
                 if CAP:
                     x = _capped(x, cap)[0]
+                sums += tl.where(column < WIDTH, _exp(x, base), 0.0)
                 if SMOOTHING:
-                    linear += x
-                top, sums = _more(x, top, sums)
-            if FULL < WIDTH:
-                column = FULL + tl.arange(0, BLOCK)
-                inside = column < WIDTH
-                x = tl.load(xs + column, inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
-                if CAP:
-                    x = _capped(x, cap)[0]
-                if SMOOTHING:
-                    linear += tl.where(inside, x, 0.0)
-                top, sums = _more(tl.where(inside, x, float("-inf")), top, sums)
-            lse = tl.log(tl.reduce(sums, 0, add)) + tl.where(top == float("-inf"), 0.0, top)
-            loss = lse - picked
+                    linear += tl.where(column < WIDTH, x, 0.0)
+            above = tl.log(tl.reduce(sums, 0, add))
+            if not (tl.abs(above) < 80.0):  # fp32 ends at exp(88); a NaN is not below 80 either
+                base, above = _again(xs, cap, WIDTH, BLOCK, CAP)
+            lse, loss = base + above, base - of_target + above
             if SMOOTHING:
-                loss += smoothing * (picked - tl.reduce(linear, 0, add) / WIDTH)
+                loss += smoothing * (of_target - tl.reduce(linear, 0, add) / WIDTH)
             if Z_LOSS:
                 loss += z_loss * lse * lse
             tl.store(losses + row, loss)
@@ -158,52 +159,73 @@ def _row(
         else:
             lse = tl.load(lses + row)
             factor = tl.load(factors + row)
+            tl.debug_barrier()  # all warps have read the target's logit; above, the reduction waits for them
         if GRAD:
-            share = 1.0
+            share, less = 1.0, 0.0
             if Z_LOSS:
                 share = 1.0 + 2.0 * z_loss * lse
-            for start in range(0, FULL, BLOCK):
+            if SMOOTHING:
+                less = smoothing / WIDTH
+            column = tl.arange(0, BLOCK)
+            after = tl.load(xs + column, column < PADDED, other=0.0)
+            for start in tl.range(0, PADDED, BLOCK, loop_unroll_factor=UNROLLED):
                 column = start + tl.arange(0, BLOCK)
-                x = tl.load(xs + column, eviction_policy="evict_first").to(tl.float32)
-                dx = _gradient(x, column, target, lse, share, smoothing, cap, WIDTH, CAP, SMOOTHING)
-                dx = _rounded(dx * factor, xs.dtype.element_ty, MANTISSA, LOWEST)
+                x, after = after, tl.load(xs + BLOCK + column, BLOCK + column < PADDED, other=0.0)
+                dx = _gradient(x.to(tl.float32), lse, share, less, cap, CAP) * factor
+                dx = tl.where(column < WIDTH, dx, 0.0)
+                dx = _narrow(dx, xs, dxs, scale, CODES, MANTISSA, LOWEST, CODE_MANTISSA, CODE_LOWEST)
                 if CODES:
-                    dx = _rounded(dx.to(tl.float32) * scale, dxs.dtype.element_ty, CODE_MANTISSA, CODE_LOWEST)
-                    tl.debug_barrier()  # all of the block was read: codes may be written over it
-                tl.store(dxs + column, dx)
-            if FULL < PADDED:
-                column = FULL + tl.arange(0, BLOCK)
-                x = tl.load(xs + column, column < WIDTH, other=0.0, eviction_policy="evict_first").to(tl.float32)
-                dx = _gradient(x, column, target, lse, share, smoothing, cap, WIDTH, CAP, SMOOTHING)
-                dx = _rounded(tl.where(column < WIDTH, dx * factor, 0.0), xs.dtype.element_ty, MANTISSA, LOWEST)
-                if CODES:
-                    dx = _rounded(dx.to(tl.float32) * scale, dxs.dtype.element_ty, CODE_MANTISSA, CODE_LOWEST)
-                    tl.debug_barrier()
+                    tl.debug_barrier()  # all warps have read this block and the next, where codes may be written
                 tl.store(dxs + column, dx, column < PADDED)
+            dx = _gradient(picked, lse, share, less + (1.0 - smoothing), cap, CAP) * factor
+            dx = _narrow(dx, xs, dxs, scale, CODES, MANTISSA, LOWEST, CODE_MANTISSA, CODE_LOWEST)
+            tl.debug_barrier()  # the target's block was written
+            tl.store(dxs + target, dx, known)
 
 
 @triton.jit
-def _more(x, top, sums):
-    """Returns the largest number and the sums of exponentials relative to it, of what was read so far and x."""
-    new = tl.maximum(top, tl.reduce(x, 0, larger))
-    base = tl.where(new == float("-inf"), 0.0, new)
-    return new, sums * tl.exp(top - base) + tl.exp(x - base)
+def _again(xs, cap, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr):
+    """Returns the largest number of a row, and the logarithm of the sum of exponentials relative to it."""
+    top, base = float("-inf"), 0.0
+    sums = tl.full((BLOCK,), 0.0, tl.float32)
+    for start in range(0, WIDTH, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(xs + column, column < WIDTH, other=0.0).to(tl.float32)
+        if CAP:
+            x = _capped(x, cap)[0]
+        x = tl.where(column < WIDTH, x, float("-inf"))
+        new = tl.maximum(top, tl.reduce(x, 0, larger))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        sums = sums * tl.exp(top - base) + tl.exp(x - base)
+        top = new
+    return base, tl.log(tl.reduce(sums, 0, add))
 
 
 @triton.jit
-def _gradient(
-    x, column, target, lse, share, smoothing, cap, WIDTH: tl.constexpr, CAP: tl.constexpr, SMOOTHING: tl.constexpr
-):
+def _exp(x, base):
+    """Returns exp(x - base) in two instructions, a fused one and one that flushes to zero; `tl.exp` takes six."""
+    return tl.exp2(tl.fma(x, 1.4426950408889634, -1.4426950408889634 * base))
+
+
+@triton.jit
+def _gradient(x, lse, share, less, cap, CAP: tl.constexpr):
+    """Returns the gradient of a loss with respect to x; `less` is what the targets give it."""
     slope = 1.0
     if CAP:
         x, slope = _capped(x, cap)
-    dz = tl.exp(x - lse) * share
-    if SMOOTHING:
-        dz -= smoothing / WIDTH
-        dz -= tl.where(column == target, 1.0 - smoothing, 0.0)
-    else:
-        dz -= tl.where(column == target, 1.0, 0.0)
-    return dz * slope
+    return (_exp(x, lse) * share - less) * slope
+
+
+@triton.jit
+def _narrow(
+    dx, xs, dxs, scale, CODES: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr,
+    CODE_MANTISSA: tl.constexpr, CODE_LOWEST: tl.constexpr,
+):  # fmt: skip
+    """Rounds to the format of the logits, and from there to codes."""
+    dx = _rounded(dx, xs.dtype.element_ty, MANTISSA, LOWEST)
+    if CODES:
+        dx = _rounded(dx.to(tl.float32) * scale, dxs.dtype.element_ty, CODE_MANTISSA, CODE_LOWEST)
+    return dx
 
 
 @triton.jit

@@ -87,6 +87,7 @@ def unit(dtype):
 def test_losses_and_gradients_are_those_of_fp64_rounded_once(width, terms, dtype, way):
     padded, rows, factors = width + -width % 8, 5, torch.tensor([1.0, 3.0, 0.3, -2.0, 0.0], device=DEVICE)
     given, targets = (draw(rows, padded) * 4).to(dtype), targets_of(rows, width)
+    given[:, width:] = torch.nan
     right, right_grads = exact(given[:, :width], targets, terms)
     error = inside(given[:, :width], terms)
     near = error * (2 + right.abs()) * (1 + 4 * terms.z_loss * 20)
@@ -102,6 +103,63 @@ def test_losses_and_gradients_are_those_of_fp64_rounded_once(width, terms, dtype
         assert (difference <= bound + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps).all()
         assert not made[:, width:].any()
         assert not made[1].any()
+
+
+@pytest.mark.parametrize(
+    ("lowest", "dtype", "terms"),
+    [
+        (-torch.inf, torch.bfloat16, Terms()),
+        (-500.0, torch.float32, Terms(label_smoothing=0.1, softcap=400.0)),
+    ],
+    ids=str,
+)
+def test_rows_with_numbers_far_apart_are_added_as_any_other(lowest, dtype, terms, way):
+    given, targets = draw(9, 130, dtype=dtype), torch.tensor([129, 0, 70, 129, 100, 3, 128, 10, 1], device=DEVICE)
+    given[0, 3] = 300.0  # far above the target
+    given[1, 0] = lowest  # the target
+    given[2, :64] = lowest  # the first block
+    given[3, :64], given[3, 64:] = lowest, given[3, 64:] - 200
+    given[4, 100] = 300.0  # the target
+    given[5, 129], given[6, 70:] = given[5, 3] + 78, given[6, 128] + 88
+    given[7] -= 300.0
+    given[8, 1] = torch.finfo(dtype).min if lowest == -torch.inf else lowest
+    right, right_grads = exact(given, targets, terms)
+    # No more than 500 in size, or no share at all.
+    over, error = given.clone(), (130 + 8 * 500 + 16) * 2.0**-24
+    found, lses = losses.row_losses(given, targets, 130, *terms)
+    torch.testing.assert_close(found.double(), right, rtol=error, atol=2 * error)
+    assert torch.equal(losses.row_losses_(over, targets, 130, *terms, 1.0), found)
+    grads = losses.row_gradients(given, targets, lses, torch.ones(9, device=DEVICE), 130, *terms)
+    for made in (over, grads):
+        assert ((made.double() - right_grads).abs() <= right_grads.abs() * unit(dtype) + 4 * error).all()
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_row_of_many_blocks_and_gradients_over_its_logits(dtype, monkeypatch):
+    """On a GPU with the kernel's own blocks, of many warps: a number is written after all have read it."""
+    from halfstep.torch.kernels import cross_entropy
+
+    monkeypatch.setattr(cross_entropy, "BLOCK", cross_entropy.BLOCK if CUDA else 64)
+    monkeypatch.setattr(losses, "has_kernel", lambda _: True)
+    block, terms = cross_entropy.BLOCK, Terms(7, label_smoothing=0.1)
+    rows, width = 300 if CUDA else 3, 9 * block + 17
+    given, targets = (
+        draw(rows, width + 7, dtype=dtype),
+        torch.arange(rows, device=DEVICE) * 2 * block % (width - 8) + 8,
+    )
+    right, right_grads = exact(given[:, :width], targets, terms)
+    found, lses = losses.row_losses(given, targets, width, *terms)
+    # A sum of 10 blocks, and then of the 2^13 columns of a block, in halves.
+    error = (10 + 13 + 8 * float(given.abs().max()) + 16) * 2.0**-24
+    assert ((found.double() - right).abs() <= error * (2 + right)).all()
+    later, at_once = given.clone(), given.clone()
+    cross_entropy.gradients(later, later, targets, lses, torch.ones(rows, device=DEVICE), width, terms)
+    losses.row_losses_(at_once, targets, width, *terms, 1.0)
+    for made in (later, at_once):
+        difference = (made[:, :width].double() - right_grads).abs()
+        assert (difference <= right_grads.abs() * (unit(dtype) + 4 * error) + error / width).all()
+        assert not made[:, width:].any()
 
 
 @pytest.mark.parametrize("fmt", ["e5m2", "e4m3"])
@@ -158,8 +216,26 @@ def test_an_ignored_row_may_hold_anything_and_a_target_that_is_no_class_makes_na
     assert not losses.row_losses_(given, ignored, 70, *Terms(), 1.0).any()
     assert not given.any()
     if way == "kernel":  # torch raises, on a GPU by stopping the process
-        found, _ = losses.row_losses(given, torch.tensor([70, -1], device=DEVICE), 70, *Terms())
+        given, targets = draw(2, 70, dtype=torch.bfloat16) - 300, torch.tensor([70, -1], device=DEVICE)
+        found, lses = losses.row_losses(given, targets, 70, *Terms())
         assert found.isnan().all()
+        assert ((lses - torch.logsumexp(given.double(), 1)).abs() <= inside(given, Terms())).all()
+        grads = losses.row_gradients(given, targets, lses, torch.ones(2, device=DEVICE), 70, *Terms())
+        shares = given.double().softmax(1)
+        assert ((grads - shares).abs() <= shares * unit(grads.dtype) + 4 * inside(given, Terms())).all()
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_code_that_was_compiled_for_other_warps_is_not_taken(monkeypatch):
+    """A benchmark that changes them would time the first again."""
+    from halfstep.torch.kernels import cross_entropy
+
+    keys = []
+    monkeypatch.setattr(cross_entropy, "launch", lambda kernel, key, *args, **options: keys.append(key))
+    for warps in (4, 8):
+        monkeypatch.setattr(cross_entropy, "WARPS", warps)
+        cross_entropy.losses(torch.zeros(1, 8192), torch.zeros(1, dtype=torch.int64), 8192, Terms())
+    assert keys[0] != keys[1]
 
 
 # --- with the matmul
