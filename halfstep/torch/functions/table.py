@@ -76,9 +76,10 @@ def _skip_attention(scope: Scope, args: Any, kwargs: Any) -> str:
     dtypes = [t.dtype for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
     if scope.leaf and torch.float32 in dtypes:
         return Skip.IN_LEAF
-    if scope.casts.emulate or not scope.casts.fused_softmax:
+    casts = scope.casts
+    if casts.emulate or not casts.fused_softmax:
         return ""
-    return Skip.IN_COMPUTE if all(d is scope.casts.compute or d is torch.bool for d in dtypes) else ""
+    return "" if [d for d in dtypes if d is not casts.compute and d is not torch.bool] else Skip.IN_COMPUTE
 
 
 def _attend(scope: Scope, func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -132,10 +133,9 @@ def _skip_two(scope: Scope, args: Any, kwargs: Any) -> str:
     if scope.leaf:
         return Skip.IN_LEAF
     a, b = args if len(args) == 2 else [*args, *(kwargs[k] for k in ("input", "other") if k in kwargs), None][:2]
+    if type(a) is Tensor and type(b) is Tensor and a.dtype is b.dtype and not scope.casts.emulate:
+        return Skip.NOTHING_MET  # as most sums of a model: no parameter is among them
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        same = a.dtype is b.dtype and not scope.casts.emulate
-        if same and not (scope.has_split and (is_split(a) or is_split(b))):
-            return Skip.NOTHING_MET
         return _meeting(scope, [a, b])
     return "" if scope.has_split and (_is_split_tensor(a) or _is_split_tensor(b)) else Skip.NOTHING_MET
 

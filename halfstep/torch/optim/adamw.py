@@ -16,7 +16,7 @@ for whole and split masters; between the two the last bit may differ: torch's fu
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any, cast
 
 import torch
@@ -29,11 +29,13 @@ from halfstep.core.roles import Param, parse_value
 from halfstep.torch.dtypes import dtype_of, format_of
 from halfstep.torch.kernels import reachable
 from halfstep.torch.optim.masters import Masters
-from halfstep.torch.shards import ShardCast, local
+from halfstep.torch.shards import ShardCast, is_shard, local
 
 is_sparse: Callable[[Tensor], bool] = Tensor.is_sparse.__get__  # type: ignore[attr-defined]
 # Like torch: tensors, (name, tensor) pairs, or groups with a list of either under "params".
 Params = Iterable[Any]
+# Asked of hundreds of tensors per update, without a Python call for each.
+_DTYPE, _LAST_BITS = attrgetter("dtype"), (15).__and__
 # The dtypes of moments that our kernel reads.
 MOMENTS = (torch.float32, torch.bfloat16)
 
@@ -255,8 +257,9 @@ class AdamW(Optimizer):
                 "found_inf": torch.zeros((), device=device) if found_inf is None else found_inf,
             }
             settings = {"betas": group["betas"], "eps": group["eps"], "decay": group["weight_decay"]}
-            launch(fitting([local(grads[i]) for i in positions]), **scalars, **settings)
-            for cast_ in filter(None, (rows.casts[i] for i in positions)):
+            given = grads if len(positions) == len(grads) else [grads[i] for i in positions]
+            launch(fitting([*map(local, given)] if rows.sharded else given), **scalars, **settings)
+            for cast_ in filter(None, (rows.casts[i] for i in positions) if rows.casts else ()):
                 cast_.note_written()
         if rows.others:
             params, states = [rows.params[i] for i in rows.others], [rows.states[i] for i in rows.others]
@@ -300,7 +303,8 @@ class _Rows:
         self._held = [[s[k] for s in self.states] for k in (*AdamW.slots, "step")]
         # What this rank has of each.
         self._here, self.columns = [*map(local, params)], [[*map(local, column)] for column in self._held]
-        self.casts = [self._cast_of(p) for p in params]
+        self.sharded = any(map(is_shard, params))
+        self.casts = self._casts()
         self._addresses = self._where()
         # A launch of our kernel for each dtype of moments.
         alike: dict[torch.dtype, list[int]] = {}
@@ -319,7 +323,7 @@ class _Rows:
         return (
             all(map(is_, params, self.params))
             and masters.layout(params) is self.layout
-            and [self._cast_of(p) for p in params] == self.casts
+            and self._casts() == self.casts
             and all(all(map(is_, map(itemgetter(key), self.states), column)) for key, column in columns)
             and self._where() == self._addresses
         )
@@ -329,12 +333,12 @@ class _Rows:
 
     def _table(self) -> list[Sequence[Any]]:
         casts = [None if cast is None else cast.values for cast in self.casts]
-        return [self._here, self.layout.remainders, *self.columns, casts]
+        return [self._here, self.layout.remainders, *self.columns, *([casts] if casts else [])]
 
-    def _cast_of(self, parameter: Tensor) -> ShardCast | None:
-        """Returns the bf16 cast that an update can write beside a shard."""
-        cast = self.masters.casts.get(parameter)
-        return cast if cast is not None and cast.dtype == torch.bfloat16 else None
+    def _casts(self) -> list[ShardCast | None]:
+        """Returns the bf16 casts that an update can write beside shards; empty if there are no casts."""
+        found = [*map(self.masters.casts.get, self.params)] if self.masters.casts else []
+        return [cast if cast is not None and cast.dtype == torch.bfloat16 else None for cast in found]
 
     def _launch(self, positions: list[int]) -> Any:
         from halfstep.torch.kernels.adamw import Update  # Triton is installed: these are within reach
@@ -352,8 +356,8 @@ def readable(grads: list[Tensor]) -> bool:
     """Whether gradients are fp32, contiguous and aligned, as they nearly always are."""
     if any(map(is_sparse, grads)):
         return False
-    fp32 = all(map(Tensor.is_contiguous, grads)) and {g.dtype for g in grads} == {torch.float32}
-    return fp32 and not any(g.data_ptr() % 16 for g in grads)
+    fp32 = all(map(Tensor.is_contiguous, grads)) and set(map(_DTYPE, grads)) == {torch.float32}
+    return fp32 and not any(map(_LAST_BITS, map(Tensor.data_ptr, grads)))
 
 
 def fitting(grads: list[Tensor]) -> list[Tensor]:

@@ -201,17 +201,14 @@ class Accumulation:
             raise HalfstepError(
                 "the last micro-batch was passed with last=False", hint="pass it with backward(loss, last=True)"
             )
-        sums = self.sums
-        grads = Grads({id(p): g for p in parameters if (g := sums.get(id(p), p.grad)) is not None})
+        sum_of, grads = self.sums.get, Grads()
+        for p in parameters:  # of a split master, asking for `p.grad` is a Python call
+            if (grad := sum_of(id(p))) is not None or (grad := p.grad) is not None:
+                grads[id(p)] = grad
         if any(map(is_sparse, grads.values())):
             grads = Grads({key: g.coalesce() if g.is_sparse else g for key, g in grads.items()})
-        self.contents.refresh()
-        if not grads and {id(p) for p in parameters}.isdisjoint(map(id, self.contents.parameters)):
-            raise HalfstepError(
-                "the model holds none of the parameters that it was prepared with: they were replaced since, "
-                "as FSDP's fully_shard does",
-                hint="run = prepare(model, policy), then fully_shard, then run.attach(optimizers)",
-            )
+        if not grads:
+            self._check_still_there(parameters)
         self.check_none_new()
         if not grads:
             raise HalfstepError(
@@ -219,6 +216,15 @@ class Accumulation:
                 hint="the loss does not depend on them, or they are frozen",
             )
         return grads
+
+    def _check_still_there(self, parameters: Sequence[Tensor]) -> None:
+        self.contents.refresh()
+        if {id(p) for p in parameters}.isdisjoint(map(id, self.contents.parameters)):
+            raise HalfstepError(
+                "the model holds none of the parameters that it was prepared with: they were replaced since, "
+                "as FSDP's fully_shard does",
+                hint="run = prepare(model, policy), then fully_shard, then run.attach(optimizers)",
+            )
 
     @property
     def begun(self) -> bool:
