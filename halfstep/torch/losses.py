@@ -28,17 +28,18 @@ functions. torch.func gets torch's functions too; second derivatives are refused
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, wraps
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 
 from halfstep.torch.kernels import has_triton
 from halfstep.torch.lowering import Casts
 from halfstep.torch.matmul import lacks, matmul, once, rows_of
-from halfstep.torch.tracing import transforming
+from halfstep.torch.tracing import compiling, transforming
 
 NARROW = (torch.bfloat16, torch.float16)
 LEAN_CHUNKS = 4  # a quarter of the logits is less than what two or three layers keep; each costs a pass
@@ -65,7 +66,28 @@ PLAIN = Terms()
 # --- the operations, opaque to compilers
 
 
-@torch.library.custom_op("halfstep::cross_entropy", mutates_args=())
+def operation(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a function that writes to nothing an operation of torch, for compilers and for modes that watch.
+
+    In eager mode its kernel is called directly: an operation that is written in Python takes the host 30 us more.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        op = torch.library.custom_op(name, function, mutates_args=())
+
+        @wraps(function)
+        def call(logits: Tensor, *rest: Any) -> Any:
+            if compiling() or not has_kernel(logits) or type(logits) is not Tensor or _len_torch_dispatch_stack():
+                return op(logits, *rest)
+            return function(logits, *rest)
+
+        call.register_fake = op.register_fake  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+@operation("halfstep::cross_entropy")
 def row_losses(
     logits: Tensor, targets: Tensor, width: int, ignored: int, smoothing: float, cap: float, z_loss: float
 ) -> tuple[Tensor, Tensor]:
@@ -82,7 +104,7 @@ def _(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _numbers(logits), _numbers(logits)
 
 
-@torch.library.custom_op("halfstep::cross_entropy_grad", mutates_args=())
+@operation("halfstep::cross_entropy_grad")
 def row_gradients(
     logits: Tensor, targets: Tensor, lses: Tensor, factors: Tensor, width: int, ignored: int, smoothing: float,
     cap: float, z_loss: float,

@@ -3,6 +3,7 @@
 u is half a unit of the narrow format, to which a gradient is rounded once.
 """
 
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import E4M3
@@ -455,6 +457,32 @@ def test_the_decoder_fuses_a_narrow_head_with_its_loss_bit_for_bit(scales, monke
     for one, other in zip(passes(True), passes(False), strict=True):
         assert torch.equal(one, other)
     assert seen == ["row_cross_entropy"]  # of the head with a hook
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_eager_code_calls_the_kernel_and_modes_see_an_operation_bit_for_bit(monkeypatch):
+    monkeypatch.setattr(losses, "has_kernel", lambda _: True)
+    given, targets, seen = draw(6, 70, dtype=torch.bfloat16), targets_of(6, 70), []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def passes(around):
+        logits = given.clone().requires_grad_()
+        with around:
+            rows = losses.row_cross_entropy(logits, targets, ALL)
+            rows.sum().backward()
+        return rows.detach(), logits.grad
+
+    with torch.profiler.profile() as profiled:
+        alone = passes(nullcontext())
+    assert not [event for event in profiled.events() if "halfstep" in event.name]
+    for one, other in zip(alone, passes(Watch()), strict=True):
+        assert torch.equal(one, other)
+    ours = [name for name in seen if name.startswith("halfstep")]
+    assert ours == ["halfstep.cross_entropy.default", "halfstep.cross_entropy_grad.default"]
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
