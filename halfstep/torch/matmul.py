@@ -86,7 +86,7 @@ class Linear(torch.autograd.Function):
         if added:
             rows = F.pad(rows, (0, added))
         if needs[0]:
-            grad_input = torch.mm(rows, w).view(x.shape)
+            grad_input = torch.mm(rows, w).view_as(x)  # .view(x.shape) takes the host longer
         if needs[2]:
             grad_weight = matmul(rows.t(), x.reshape(-1, w.shape[1]), torch.float32)
             grad_weight = grad_weight[:outputs] if added else grad_weight
@@ -331,7 +331,8 @@ def matmul(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
     if a.is_cuda and a.dtype == b.dtype and out == torch.float32:
         return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=torch.float32)
     # CPUs have no matmul with a wider result. Widened operands make the same exact products and an fp32 sum.
-    return (a.float() @ b.float()).to(out)
+    y = a.float() @ b.float()
+    return y if out is torch.float32 else y.to(out)
 
 
 def _emulated_matmul(a: Tensor, b: Tensor, a_format: Format, b_format: Format, out: Format) -> Tensor:

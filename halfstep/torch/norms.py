@@ -41,6 +41,8 @@ def in_steps(
     """The same in torch's own functions."""
     wide = x if x.dtype is torch.float32 else x.float()
     y = torch.layer_norm(wide, shape, gain, bias, eps) if centered else torch.rms_norm(wide, shape, gain, eps)
+    if out is torch.bfloat16:
+        return y.bfloat16()  # the same as below, in half of the host's time
     return y if out is torch.float32 else y.to(out)
 
 
