@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.torch.functions.entry import is_weight
-from halfstep.torch.kernels.gelu import gelu
 from halfstep.torch.recompute import again
 
-ACTIVATIONS = frozenset((F.gelu, gelu, F.mish, torch.square, Tensor.square, torch.pow, Tensor.pow, Tensor.__pow__))
+ACTIVATIONS = frozenset((F.gelu, F.mish, torch.square, Tensor.square, torch.pow, Tensor.pow, Tensor.__pow__))
 # Compiled, a product with the result is marked, and of two marks in a row torch would keep the first result.
 GATES = frozenset((F.silu,))
 PRODUCTS = frozenset((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.multiply, Tensor.multiply))

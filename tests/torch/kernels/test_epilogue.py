@@ -1,5 +1,7 @@
 """Matmuls that compute a GELU, in the form without a GPU, and which layers use them."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -112,6 +114,13 @@ def theirs(lean, policy="bf16-mixed", **settings):
     return prepare(model, policy=policy, memory="lean" if lean else "fast").model
 
 
+def with_a_rule(lean):
+    """Returns theirs with a rule of its own inside a model: two modes see its functions."""
+    outer = nn.Sequential(OrderedDict(mlp=Theirs()))
+    policy = "fp16-mixed; mlp: compute=bf16,grad=bf16; mlp.*: compute=bf16,grad=bf16"
+    return prepare(outer, policy=policy, memory="lean" if lean else "fast").model
+
+
 def input_of(model):
     width = next(m.in_features for m in model.modules() if isinstance(m, nn.Linear))
     x = torch.randn(2, 3, width, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -149,7 +158,7 @@ def is_close(found, expected):
 
 
 @pytest.mark.parametrize("lean", [False, True])
-@pytest.mark.parametrize("made", [ours, theirs])
+@pytest.mark.parametrize("made", [ours, theirs, with_a_rule])
 def test_compiled_layers_compute_the_gelu_between_them(everywhere, made, lean):
     model = made(lean)
     forward, backward, kept, found = compiled(model)
@@ -250,7 +259,7 @@ def test_a_cuda_graph_replays_it():
 
 
 @GPU
-@pytest.mark.parametrize("made", [ours, theirs])
+@pytest.mark.parametrize("made", [ours, theirs, with_a_rule])
 def test_compiled_layers_on_a_gpu_use_it(made):
     torch.compiler.reset()
     model = made(False).cuda()
