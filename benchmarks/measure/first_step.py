@@ -1,6 +1,6 @@
 """How long until the first step is done, with a cold and a warm cache and resumed, and how long later ones take.
 
-    python benchmarks/measure/first_step.py --size 124M|1.3B [--arms autocast bf16 bf16-block fp8] [--steps 20]
+    python benchmarks/measure/first_step.py --size 124M|1.3B [--arms autocast bf16 ...] [--steps 20]
                                             [--kinds cold warm resumed]
 
 Every arm runs three times, each in a process of its own: cold with an empty folder for what torch compiles and
@@ -11,9 +11,9 @@ many of them torch's cache of autograd's graphs had, and the peak of memory. `--
 
     autocast      torch.autocast in bf16, torch.compile, fused AdamW: the same model, without halfstep
     bf16          halfstep, bf16-mixed with split masters, the whole model compiled
-    bf16-block    the same, each block compiled by itself, the rest not
     bf16-lean     bf16 with memory="lean"
     fp8           halfstep, fp8-mixed, the whole model compiled
+    ...-block     the same, each block compiled by itself, the rest not
 """
 
 import argparse
@@ -44,7 +44,8 @@ class Size(NamedTuple):
 
 SIZES = {"124M": Size(12, 768, 12, 32), "1.3B": Size(24, 2048, 16, 16), "tiny": Size(2, 32, 2, 2, 16, 128)}
 SPLIT = "bf16-mixed,param=fp32:split"
-POLICIES = {"bf16": SPLIT, "bf16-block": SPLIT, "bf16-lean": SPLIT, "fp8": "fp8-mixed,param=fp32:split"}
+FP8 = "fp8-mixed,param=fp32:split"
+POLICIES = {"bf16": SPLIT, "bf16-block": SPLIT, "bf16-lean": SPLIT, "fp8": FP8, "fp8-block": FP8}
 ARMS = ("autocast", *POLICIES)
 GIVEN = ("layers", "width", "heads", "vocabulary", "context")
 KINDS = ("cold", "warm", "resumed")
@@ -163,7 +164,7 @@ def by_halfstep(model: Any, arm: str, size: Size) -> Any:
     given: dict[str, Any] = {"clip_norm": 1.0, "tokens": size.batch * size.context, "memory": memory}
     run = prepare(model, optimizer, POLICIES[arm], **given)
     forward = model
-    if arm == "bf16-block":
+    if arm.endswith("-block"):
         for block in model.h:
             block.compile()
     else:

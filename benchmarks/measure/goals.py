@@ -286,8 +286,9 @@ ROWS = {
             Goal("bf16", "autocast", "first step", 0.6, 0.4),
             Goal("bf16-block", "autocast", "first step", 0.6, 0.4),
             Goal("fp8", "autocast", "first step", 1.0, 0.6),
+            Goal("fp8-block", "autocast", "first step", 1.0, 0.6),
         ),
-        estimate=440,
+        estimate=500,
     ),
     "fp8-loss": Row(
         "fp8-mixed, 124M, 1000 steps",
