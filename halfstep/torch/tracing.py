@@ -79,6 +79,11 @@ def mark_new(y: Tensor) -> Tensor:
     return y
 
 
+def is_marked(y: Tensor) -> bool:
+    """Whether a tensor is known to be new, or a view of a new one."""
+    return hasattr(y, _UNTOUCHED)
+
+
 def touch(given: Any) -> None:
     """Notes that a function of the model's own code was given these arguments."""
     for x in given:

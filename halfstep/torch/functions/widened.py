@@ -26,7 +26,7 @@ from torch import Tensor
 from halfstep.core.errors import HalfstepError
 from halfstep.torch.functions.entry import mapped, tensors_of
 from halfstep.torch.losses import torch_loss, why_not
-from halfstep.torch.tracing import note_rows, rows_of_layer
+from halfstep.torch.tracing import is_marked, note_rows, rows_of_layer
 
 LARGE = 4096  # columns, as of a vocabulary: below, a copy costs little
 _WIDE, _VIEW = "halfstep_wide", "halfstep_is_view"
@@ -156,16 +156,17 @@ def either(loss: Any, by_layer: Any) -> Any:
 
 
 def settled(y: Any) -> Any:
-    """Returns what a traced model returns, with the loss by the layer, unless it returns its logits too.
+    """Returns what a traced model or block returns, with the loss by the layer, unless it returns its logits too.
 
-    Those would be computed, and their gradient, beside the layer's. The compiler drops the other loss.
+    Those would be computed, and their gradient, beside the layer's. The compiler drops the other loss. No mark
+    leaves: the next block would be compiled for an input that has one, the first for one that has none.
     """
     has_logits = any(t.dim() and t.requires_grad for t in tensors_of(y))
 
     def settle(t: Tensor) -> Tensor:
-        if not hasattr(t, _BY_LAYER):
-            return t
-        return t.view_as(t) if has_logits else getattr(t, _BY_LAYER)  # a view has no attributes
+        if hasattr(t, _BY_LAYER) and not has_logits:
+            return getattr(t, _BY_LAYER)  # type: ignore[no-any-return]
+        return t.view_as(t) if hasattr(t, _BY_LAYER) or is_marked(t) else t  # a view has no attributes
 
     return mapped(settle, y)
 

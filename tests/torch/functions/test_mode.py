@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import BF16
 from halfstep.core.policy import Policy
+from halfstep.tools.bench.arms.model import GPT2
 from halfstep.torch.apply import apply, set_precision
 from halfstep.torch.cast import carried
 from halfstep.torch.functions import entry as entries
@@ -586,3 +587,21 @@ def test_a_recording_changes_nothing_and_the_summary_has_it():
     fresh.unprepare()
     with pytest.raises(HalfstepError, match="the run has ended"):
         fresh.reach(lambda x: model(x).sum(), draw(2, 4))
+
+
+def test_blocks_that_are_compiled_one_by_one_share_a_graph():
+    """What a block returns must look to the next as the first block's input did."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model = GPT2(layers=3, width=16, heads=2, vocabulary=32, context=8)
+    prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16-mixed")
+    tokens = torch.arange(16).view(2, 8)
+    loss = model(tokens, tokens)
+    for block in model.h:
+        block.compile(backend=counter, fullgraph=True)
+    compiled = model(tokens, tokens)
+    compiled.backward()
+    assert counter.frame_count == 1
+    assert (compiled - loss).abs() <= 2.0**-6 * loss.abs()
