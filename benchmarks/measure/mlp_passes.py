@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.torch.kernels.gelu import gelu
+from halfstep.torch.kernels.gelu import by_sigmoid
 from halfstep.torch.measure import device_seconds
 
 Pass = Callable[[Tensor, Tensor], Any]
-FORMS: dict[str, Callable[[Tensor], Tensor]] = {"tanh": partial(F.gelu, approximate="tanh"), "sigmoid": gelu}
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {"tanh": partial(F.gelu, approximate="tanh"), "sigmoid": by_sigmoid}
 LOOKS: dict[str, Callable[[Tensor], Tensor]] = {
     "at once": lambda x: x.abs().float().amax(),
     "by rows": lambda x: x.abs().float().amax(dim=-1).amax(),

@@ -245,7 +245,7 @@ def _rounded(x, dtype: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexp
 def _capped(x, cap):
     """Returns cap tanh(x / cap) = cap (2 s - 1) and its slope 4 s (1 - s), of s = 1 / (1 + exp(-2 x / cap)).
 
-    An error of cap 2^-23 in the first is one of an exponent, as any other; the slope is accurate where it is small.
+    An error of cap 2^-23 in the first is like any other of an exponent; the slope is accurate where it is small.
     """
     e = tl.exp2(tl.minimum(x * (-2.885390081777927 / cap), 60.0, propagate_nan=tl.PropagateNan.ALL))
     root = tl.rsqrt(1.0 + e)  # a division would be eight instructions

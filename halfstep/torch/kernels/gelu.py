@@ -1,4 +1,4 @@
-"""The tanh form of GELU as compiled code computes it: by a sigmoid.
+"""The tanh form of GELU as compiled code computes it on a GPU: by a sigmoid.
 
     x (1 + tanh(u)) / 2  =  x sigmoid(2 u)        u = sqrt(2 / pi) (x + 0.044715 x^3)
 
@@ -20,7 +20,10 @@ TWICE = 2 * math.sqrt(2 / math.pi)
 
 def gelu(x: Tensor) -> Tensor:
     """Returns the tanh form of GELU."""
-    if not compiling():
-        return F.gelu(x, approximate="tanh")
+    return by_sigmoid(x) if x.is_cuda and compiling() else F.gelu(x, approximate="tanh")
+
+
+def by_sigmoid(x: Tensor) -> Tensor:
+    """Returns the same."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.sigmoid(wide * (TWICE + TWICE * 0.044715 * wide * wide))).to(x.dtype)
