@@ -4,7 +4,7 @@
 
 Each pass is compiled by itself, for 16,384 rows of 8,192 bf16 numbers, in the forms that were compared:
 
-    tanh, sigmoid      GELU as torch has it, and as halfstep/torch/kernels/gelu.py computes it
+    tanh, sigmoid      GELU as torch has it, and as halfstep/torch/kernels/activations.py computes it
     at once, by rows   the amax of all numbers, and of each row first (halfstep/torch/cast.py)
 
 A time is the median of rounds in alternating order, on the device alone. Needs a GPU; `--tiny` shows that it runs.
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.torch.kernels.gelu import by_sigmoid
+from halfstep.torch.kernels.activations import by_sigmoid
 from halfstep.torch.measure import device_seconds
 
 Pass = Callable[[Tensor, Tensor], Any]

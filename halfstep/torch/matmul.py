@@ -25,7 +25,7 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import Format
 from halfstep.torch.cast import carried
 from halfstep.torch.kernels import epilogue
-from halfstep.torch.kernels.gelu import gelu
+from halfstep.torch.kernels.activations import gelu
 from halfstep.torch.lowering import Casts
 from halfstep.torch.split.operand import through
 from halfstep.torch.tracing import recording, transforming

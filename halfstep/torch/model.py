@@ -26,7 +26,7 @@ from halfstep.config.model import ModelConfig, module_names, parameter_shapes
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.torch import layers
 from halfstep.torch.fp8.coded_loss import why_not_coded
-from halfstep.torch.kernels.gelu import gelu
+from halfstep.torch.kernels.activations import gelu, squared_relu
 from halfstep.torch.layers import CastedLinear, Layer, Matmul, Norm
 from halfstep.torch.losses import LEAN_CHUNKS, Terms, why_not
 from halfstep.torch.lowering import Casts, enter, owned, rounded
@@ -117,7 +117,8 @@ class Decoder(Layer):
             if isinstance(part, Layer) and part not in inside:
                 part.halfstep_recomputed = True
         named = [(name, part) for name, part in self.named_modules() if part not in inside]
-        return tuple(name for name, part in named if isinstance(part, Norm | HeadNorm | MLP))
+        activated = [name for name, part in named if isinstance(part, MLP) and not part.keeps_one]
+        return (*(name for name, part in named if isinstance(part, Norm | HeadNorm)), *activated)
 
     def attention_kernels(self) -> list[str]:
         """Returns how the blocks compute attention; empty on devices where torch has one way to."""
@@ -258,12 +259,17 @@ class MLP(Layer):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Returns what the MLP adds to the stream."""
         gate = () if self.gate is None else (self.gate(x_BTD),)
-        call = again if self.halfstep_recomputed else _call
+        call = again if self.halfstep_recomputed and not self.keeps_one else _call
         hidden = self.up(x_BTD)
         activated = call(self._activated, hidden, *gate)
         if torch.compiler.is_compiling() and self.kind == "gelu" and self.casts is self.up.casts:
             activated = note_gelu(activated, hidden, self.halfstep_recomputed)
         return self.down(activated)  # type: ignore[no-any-return]
+
+    @property
+    def keeps_one(self) -> bool:
+        """Whether its activation function keeps nothing but its result, which the second matmul keeps anyway."""
+        return self.kind == "relu2" and self.casts.compute is torch.bfloat16
 
     def why_gelu_apart(self, beside: Tensor) -> str:
         """Returns why compiled code on the device of a tensor computes a GELU apart from the matmuls."""
@@ -280,7 +286,7 @@ class MLP(Layer):
         if gate is not None:
             return rounded(rounded(F.silu(enter(gate, casts)), casts) * hidden, casts)
         if self.kind == "relu2":
-            return rounded(F.relu(hidden).square(), casts)
+            return rounded(squared_relu(hidden), casts)
         return rounded(gelu(hidden) if self.kind == "gelu" else F.gelu(hidden), casts)
 
 

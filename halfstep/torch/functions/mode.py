@@ -35,7 +35,7 @@ from halfstep.torch.functions.lean import recomputed
 from halfstep.torch.functions.table import TABLE, VIEWS, named
 from halfstep.torch.functions.widened import LOOKS, MORE_VIEWS, follow, narrowed, settled, wide_of
 from halfstep.torch.functions.widened import VIEWS as WIDENED_VIEWS
-from halfstep.torch.kernels.gelu import gelu
+from halfstep.torch.kernels.activations import gelu
 from halfstep.torch.lowering import Casts
 from halfstep.torch.recompute import again
 from halfstep.torch.split.parameter import HalfOfSplitMaster

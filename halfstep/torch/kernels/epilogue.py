@@ -23,7 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from halfstep.core.errors import HalfstepError
 from halfstep.torch.dtypes import STANDS_FOR, describe
-from halfstep.torch.kernels.gelu import gelu
+from halfstep.torch.kernels.activations import gelu
 
 HOPPER = (9, 0)  # older GPUs are not measured
 

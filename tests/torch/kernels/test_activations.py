@@ -1,4 +1,4 @@
-"""GELU by a sigmoid: the tanh form, computed in fp32 and rounded once."""
+"""GELU by a sigmoid: the tanh form, computed in fp32 and rounded once. relu(x)^2, of which the result is kept."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from halfstep.torch.functions import mode
-from halfstep.torch.kernels.gelu import by_sigmoid, gelu
+from halfstep.torch.kernels.activations import by_sigmoid, gelu, squared_relu
 from halfstep.torch.step import prepare
 from halfstep.torch.tracing import traced
 
@@ -82,3 +82,58 @@ def test_models_of_others_get_it_where_they_ask_for_the_tanh_form(approximate, o
         for node in module.graph.nodes
     }
     assert names & {"sigmoid", "gelu", "tanh"} == operations
+
+
+def both_gradients(function, x, g):
+    x = x.clone().requires_grad_()
+    y = function(x)
+    y.backward(g)
+    return y.detach(), x.grad
+
+
+def plain(x):
+    return F.relu(x).square()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_square_of_every_bf16_number_is_enough_for_its_gradient(compiled):
+    x = BF16[~((BF16 > 0) & (BF16.float() < 2.0**-63))]
+    g = torch.full_like(x, 1.0078125)  # seven bits: g x is rounded
+    with traced(compiled):
+        y, grad = both_gradients(squared_relu, x, g)
+    expected_y, expected = both_gradients(plain, x, g)
+    assert torch.equal(y.nan_to_num(), expected_y.nan_to_num())
+    assert torch.equal(y.isnan(), expected_y.isnan())
+    finite = y.isfinite()  # an infinite square has no root, and no loss
+    assert torch.equal(grad[finite], expected[finite])
+    assert not grad[y.isnan()].isfinite().any()
+
+
+def test_numbers_whose_square_is_not_normal_have_next_to_no_slope():
+    x = BF16[(BF16 > 0) & (BF16.float() < 2.0**-63)]
+    _, grad = both_gradients(squared_relu, x, torch.ones_like(x))
+    assert ((grad >= 0) & (grad < 2.0**-61)).all()
+
+
+def test_of_a_squared_relu_only_the_result_is_kept():
+    x, kept = torch.randn(8, 16, dtype=torch.bfloat16, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = squared_relu(x)
+    assert [t.data_ptr() for t in kept] == [y.data_ptr()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_squared_relu_of_other_formats_is_that_of_torch(dtype):
+    x = torch.randn(64, dtype=dtype)
+    for ours, theirs in zip(both_gradients(squared_relu, x, x), both_gradients(plain, x, x), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_squared_relu_can_be_differentiated_twice():
+    values = torch.tensor([-2.0, -0.5, 0.0, 0.5, 3.0], dtype=torch.bfloat16)
+    seconds = []
+    for function in (squared_relu, plain):
+        x = values.clone().requires_grad_()
+        (first,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
+        seconds.append(torch.autograd.grad(first.square().sum(), x)[0])
+    assert torch.equal(*seconds)  # of powers of two and small integers, every step is exact
