@@ -20,7 +20,8 @@ from mlx import nn
 from halfstep.mlx import prepare
 
 group = mx.distributed.init(backend="ring", strict=True)
-run = prepare(nn.Linear(4, 3), mlx.optimizers.SGD(0.1), "fp32", group=group, timeout=2.0)
+timeout = 2.0 if sys.argv[1] == "hangs" else 60.0
+run = prepare(nn.Linear(4, 3), mlx.optimizers.SGD(0.1), "fp32", group=group, timeout=timeout)
 for step in range(3):
     if group.rank() == 1 and step == 1:
         time.sleep(20) if sys.argv[1] == "hangs" else os._exit(3)
