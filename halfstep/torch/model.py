@@ -85,13 +85,23 @@ class Decoder(Layer):
             first_values = values if first_values is None else first_values
             if self.skip_weights is not None and len(skips) < len(self.skip_weights):
                 skips.append(x_BTD)
+        return self.after_blocks(x_BTD, targets_BT)
+
+    def after_blocks(self, x_BTD: Tensor, targets_BT: Tensor | None) -> Tensor:
+        """Returns logits, or the loss, of what came out of the last block."""
         x_BTD = self.final_norm(x_BTD)
-        if targets_BT is not None and not self.lm_head.why_not_fused(x_BTD, casts):
+        if targets_BT is not None and not self.lm_head.why_not_fused(x_BTD, self.casts):
             return self.lm_head.loss(x_BTD, self.embed.weight, targets_BT, self.loss_chunks)
         logits = self.lm_head(x_BTD, self.embed.weight)
         if targets_BT is None:
             return logits  # type: ignore[no-any-return]
-        return layers.cross_entropy(logits, targets_BT, casts, self.config.softcap)
+        return layers.cross_entropy(logits, targets_BT, self.casts, self.config.softcap)
+
+    def compile_blocks(self, **options: Any) -> None:
+        """Compiles each block by itself, which is one compilation for all of them, and what follows the last."""
+        for block in self.blocks:
+            block.compile(**options)
+        self.after_blocks = torch.compile(self.after_blocks, **options)  # type: ignore[method-assign]
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor, called: nn.Module | None = None) -> Tensor:
         """Returns the sum over all targets of the negative log-likelihood, in the loss format.

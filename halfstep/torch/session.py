@@ -133,8 +133,7 @@ class Session:
             self.run = Run(self.model, self._optimizers, policy, config.training.clip_norm, **run)
         loss = self.model.loss if self._ddp is None else partial(self.model.loss, called=self._ddp)
         if config.training.compile == "block":
-            for block in self.model.blocks:
-                block.compile()
+            self.model.compile_blocks()
         self._loss = torch.compile(loss) if config.training.compile is True else loss
 
     def change_policy(self, policy: Policy, *, keep: bool = True) -> None:

@@ -190,8 +190,7 @@ def _follow(make: Callable[[], Any], hardware: Device, *, compiled: bool | str, 
             run, loss_fn, batches, model = make()
         called = loss_fn
         if compiled == "block":
-            for block in model.blocks:
-                block.compile(backend=backend(tracker), dynamic=False)
+            model.compile_blocks(backend=backend(tracker), dynamic=False)
         elif compiled:
             called = torch.compile(loss_fn, backend=backend(tracker), dynamic=False)
 
