@@ -42,6 +42,9 @@ from halfstep.torch.planning.tracker import (
 
 # inductor's realize_reads_threshold, realize_acc_reads_threshold and realize_opcount_threshold
 READS, ALL_READS, OPERATIONS = 4, 8, 30
+# A kernel that makes fp8 codes, or the amax that scales them, takes as long as a copy of so many times the bytes:
+# on an H200 four such kernels took 626 us for what a copy moves in 448 (docs/measurements/kernels.md).
+CASTS = 1.4
 _VIEWS = {
     "view", "_unsafe_view", "reshape", "permute", "t", "transpose", "expand", "slice", "select", "squeeze",
     "unsqueeze", "alias", "detach", "as_strided", "split", "split_with_sizes", "unbind", "diagonal",
@@ -123,9 +126,12 @@ class Kernels:
         self.buffers: list[fx.Node] = []
         self.several: list[fx.Node] = []  # kernels with several results, which are buffers
         returned = {_root(node) for node in self.output if isinstance(node, fx.Node)}
-        for node in self.nodes:
-            if node.op not in ("output",):
-                self._place(node, node in returned)
+        computing = [node for node in self.nodes if node.op != "output"]
+        for node in computing:
+            below = max((self.levels[_root(n)] for n in node.all_input_nodes), default=0)
+            self.levels[node] = below + (is_called(node) or is_barrier(node))
+        for node in computing:
+            self._place(node, node in returned)
         last: dict[fx.Node, int] = {}
         place = {node: i for i, node in enumerate(self.buffers)}
         for buffer in self.buffers:
@@ -138,21 +144,23 @@ class Kernels:
                 self.ends.setdefault(at, []).append(node)
         self.unread = {b for b in self.buffers if b not in last and b not in returned}
 
+        self.narrow = any(map(_is_narrow, self.nodes))
+
+    def casts(self, buffer: fx.Node) -> bool:
+        """Whether a buffer holds fp8 codes, or the amax that scales them."""
+        return _is_narrow(buffer) or (self.narrow and _name(buffer) == "amax")
+
     def _place(self, node: fx.Node, returned: bool) -> None:
         given = [_root(n) for n in node.all_input_nodes]
-        level = max((self.levels[n] for n in given), default=0)
         if node.op != "call_function":
-            self.levels[node], self.reads[node] = 0, frozenset([node])
+            self.reads[node] = frozenset([node])
             return
         if _root(node) is not node:
             return
         if node.target is operator.getitem:  # one of several results, each with memory of its own
-            self.levels[node], self.sources[node] = level, self.reads[given[0]]
-            self.reads[node] = frozenset([node])
+            self.sources[node], self.reads[node] = self.reads[given[0]], frozenset([node])
             self.buffers.append(node)
             return
-        called, barrier = is_called(node), is_barrier(node)
-        self.levels[node] = level + (called or barrier)
         sources = frozenset().union(*(self.reads[n] for n in given)) if given else frozenset()
         scalars = sum(isinstance(arg, (int, float)) for arg in node.args)
         self.operations[node] = 1 + scalars + sum(self.operations.get(n, 1) for n in given)
@@ -161,7 +169,7 @@ class Kernels:
         if isinstance(node.meta.get("val"), (tuple, list)):
             self.reads[node] = sources
             self.several.append(node)
-        elif called or _reduces(node) or returned or self._is_realized(node, sources):
+        elif is_called(node) or _reduces(node) or returned or self._is_realized(node, sources):
             self.sources[node] = sources
             self.buffers.append(node)
             self.reads[node] = frozenset([node])
@@ -181,8 +189,8 @@ class Kernels:
             return True
         if len(users) < 2 or not (len(sources) > READS or self.operations[node] > OPERATIONS):
             return False
-        # One kernel holds it and everything that reads it.
-        return any(is_barrier(user) for user in users)
+        # If kernels at several levels read it, or sum it up. One kernel else holds it and all that reads it.
+        return any(is_barrier(user) for user in users) or len({self.levels[user] for user in users}) > 1
 
 
 def _play(kernels: Kernels, tracker: Tracker, *inputs: Any) -> Any:
@@ -215,6 +223,7 @@ def _play(kernels: Kernels, tracker: Tracker, *inputs: Any) -> Any:
     for group in _fused([node for node in (*made, *kernels.several) if not is_called(node)], kernels):
         read = frozenset().union(*(_read_by(kernels, node) for node in group)).difference(group)
         moved = sum(map(nbytes_of, read)) + sum(map(nbytes_of, group))
+        moved = int(CASTS * moved) if any(map(kernels.casts, group)) else moved
         trace.work.append(Work("bytes", "", (), 0, moved, trace.phase))
     for node, key in live.items():
         if node not in keys:
@@ -381,6 +390,11 @@ def _users(node: fx.Node) -> list[fx.Node]:
     for user in node.users:
         found += _users(user) if user.op == "call_function" and _root(user) is not user else [user]
     return found
+
+
+def _is_narrow(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_floating_point() and value.itemsize == 1
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:

@@ -259,3 +259,15 @@ def test_compiled_code_reads_once_what_two_sums_of_the_same_numbers_need():
     # The sums over rows are made in one kernel; that over columns loops over the same numbers in another order.
     moved = sorted(work.nbytes for work in trace.work)
     assert moved == [4 * (64 * 128 + 64), 4 * (2 * 64 * 128 + 2 * 128)]
+
+
+@pytest.mark.prove
+def test_every_layer_of_a_deep_model_moves_the_same_bytes_in_compiled_code():
+    """Later layers would move more if they computed the gradients of the stream before them again."""
+    sizes = [*SMALL, "model.kv_heads=2", "model.mlp_width=64", "training.micro_batches=1", "training.compile=true"]
+    moved = []
+    for layers in (2, 4, 6):
+        config = load("golf", [*sizes, f"model.layers={layers}"])
+        work = of_recipe(config, Policy.parse("bf16-mixed"), H200).work
+        moved.append(sum(w.nbytes for w in work if w.kind == "bytes" and w.phase == "backward"))
+    assert moved[2] - moved[1] == pytest.approx(moved[1] - moved[0], rel=0.02)  # one skip in two layers, each time
