@@ -9,7 +9,7 @@ second finds out: in code that dynamo interprets, the result of a linear layer c
 GELU hands that on. Both layers are then computed where the second is called, from the input of the first, to which
 nobody may have written since. That is known of tensors that are new (`mark_new`: results of norms and of layers)
 and that no function of the model's own code was given (`touch`), not even to read: the first layer would be
-computed twice. Views share the mark.
+computed twice. Views share the mark. A square finds the relu before it in the same way.
 
 In the same way the cross-entropy of a layer's logits finds the layer (losses.py), through views that keep the
 rows, to which nobody may have written.
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 _UNTOUCHED, _ORIGIN, _ROWS = "halfstep_untouched", "halfstep_origin", "halfstep_rows"
+_RELU_OF = "halfstep_relu_of"
 
 
 class _Local(threading.local):
@@ -123,6 +124,19 @@ def gelu_of(x: Tensor) -> Origin | None:
     """Returns the origin of a tensor that is the GELU of a linear layer's result, if nothing was touched."""
     origin = getattr(x, _ORIGIN) if hasattr(x, _ORIGIN) else None
     return origin if origin is not None and origin.activated and all(origin.untouched) else None
+
+
+def note_relu(y: Tensor, x: Tensor) -> Tensor:
+    """Returns the relu of a tensor that is marked, with that tensor."""
+    mark_new(y)
+    setattr(y, _RELU_OF, (x, [getattr(x, _UNTOUCHED), getattr(y, _UNTOUCHED)]))
+    return y
+
+
+def relu_of(y: Tensor) -> Tensor | None:
+    """Returns what a tensor is the relu of, if neither was touched."""
+    x, untouched = getattr(y, _RELU_OF) if hasattr(y, _RELU_OF) else (None, ())
+    return x if x is not None and all(untouched) else None
 
 
 def rows_of_layer(y: Tensor) -> Origin | None:

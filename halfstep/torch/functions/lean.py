@@ -13,7 +13,8 @@ from torch import Tensor
 from halfstep.torch.functions.entry import is_weight
 from halfstep.torch.recompute import again
 
-ACTIVATIONS = frozenset((F.gelu, F.mish, torch.square, Tensor.square, torch.pow, Tensor.pow, Tensor.__pow__))
+ACTIVATIONS = frozenset((F.gelu, F.mish, torch.square, Tensor.square, torch.pow, Tensor.pow))
+POWER = Tensor.__pow__  # Python code, which dynamo of torch 2.13 does not find in a set
 # Compiled, a product with the result is marked, and of two marks in a row torch would keep the first result.
 GATES = frozenset((F.silu,))
 PRODUCTS = frozenset((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.multiply, Tensor.multiply))
@@ -33,7 +34,7 @@ def recomputed(func: Any, args: Any, kwargs: Any) -> Tensor | None:
 def _is_cheap(func: Any, args: Any, kwargs: Any) -> bool:
     if func in PRODUCTS:
         return len(args) == 2 and not kwargs and all(map(_is_activation, args)) and args[0].shape == args[1].shape
-    if func not in ACTIVATIONS and (func not in GATES or torch.compiler.is_compiling()):
+    if func is not POWER and func not in ACTIVATIONS and (func not in GATES or torch.compiler.is_compiling()):
         return False
     if not args or not _is_activation(args[0]) or any(isinstance(given, Tensor) for given in args[1:]):
         return False

@@ -31,20 +31,22 @@ from torch.overrides import TorchFunctionMode
 
 from halfstep.core.formats import FP32
 from halfstep.torch.functions.entry import Scope, Skip, mapped
-from halfstep.torch.functions.lean import recomputed
+from halfstep.torch.functions.lean import POWER, recomputed
 from halfstep.torch.functions.table import TABLE, VIEWS, named
 from halfstep.torch.functions.widened import LOOKS, MORE_VIEWS, follow, narrowed, settled, wide_of
 from halfstep.torch.functions.widened import VIEWS as WIDENED_VIEWS
-from halfstep.torch.kernels.activations import gelu
+from halfstep.torch.kernels.activations import gelu, squared_relu
 from halfstep.torch.lowering import Casts
 from halfstep.torch.recompute import again
 from halfstep.torch.split.parameter import HalfOfSplitMaster
-from halfstep.torch.tracing import mark_new, mark_view, note_gelu, touch
+from halfstep.torch.tracing import is_marked, mark_new, mark_view, note_gelu, note_relu, relu_of, touch
 
 SPLIT, UNFLATTEN, FROM_NUMBER = Tensor.split, Tensor.unflatten, Tensor.__rsub__
 SUBTRACTION = TABLE[FROM_NUMBER]
 # Norms and sums, which return new memory.
 NEW = frozenset(named("layer_norm rms_norm add mul __add__ __radd__ __mul__ __rmul__", F, torch, Tensor))
+RELUS = frozenset(named("relu", F, torch, Tensor))
+SQUARES, POWERS = (frozenset(named(name, torch, Tensor)) for name in ("square", "pow"))
 VIEWS_OF_ONE = WIDENED_VIEWS | MORE_VIEWS
 PLAIN = (Tensor, nn.Parameter, nn.Buffer, HalfOfSplitMaster)
 # Classes of arguments that are no split parameter.
@@ -94,8 +96,8 @@ class PolicyMode(TorchFunctionMode):
 class TracedMode(PolicyMode):
     """The same in code that is traced.
 
-    It follows logits that the model widens to their loss (widened.py), and a GELU of a linear layer to the next
-    layer (tracing.py).
+    It follows logits that the model widens to their loss (widened.py), a GELU of a linear layer to the next layer,
+    and a relu to its square (tracing.py).
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -104,6 +106,12 @@ class TracedMode(PolicyMode):
         if func is F.gelu and args and kwargs.get("approximate") == "tanh":
             with torch._C.DisableTorchFunction():  # a mode around this one would see its operations
                 return note_gelu(again(gelu, args[0]) if self.lean else gelu(args[0]), args[0], self.lean)
+        if func in RELUS and not kwargs and len(args) == 1 and is_marked(args[0]):
+            with torch._C.DisableTorchFunction():
+                return note_relu(func(*args), args[0])
+        if _squares(func, args, kwargs) and (x := relu_of(args[0])) is not None:
+            with torch._C.DisableTorchFunction():
+                return mark_new(squared_relu(x))
         y = super().__torch_function__(func, types, args, kwargs)
         if func in NEW:
             mark_new(y)
@@ -112,6 +120,14 @@ class TracedMode(PolicyMode):
         elif func not in LOOKS:
             touch((*args, *kwargs.values()))
         return follow(func, args, kwargs, y)
+
+
+def _squares(func: Any, args: Any, kwargs: Any) -> bool:
+    if func in SQUARES:
+        return len(args) == 1 and not kwargs
+    if func is not POWER and func not in POWERS:
+        return False
+    return len(args) == 2 and not kwargs and type(args[1]) in (int, float) and args[1] == 2
 
 
 # Called with (scope, function, args, kwargs, entry, skip reason) for each function, while a pass is recorded.

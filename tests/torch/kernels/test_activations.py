@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 from halfstep.torch.functions import mode
 from halfstep.torch.kernels.activations import by_sigmoid, gelu, squared_relu
@@ -137,3 +139,55 @@ def test_a_squared_relu_can_be_differentiated_twice():
         (first,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
         seconds.append(torch.autograd.grad(first.square().sum(), x)[0])
     assert torch.equal(*seconds)  # of powers of two and small integers, every step is exact
+
+
+class Squared(nn.Module):
+    def __init__(self, squared):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.up, self.down = nn.LayerNorm(24), nn.Linear(24, 40), nn.Linear(40, 16)
+        self.squared = squared
+
+    def forward(self, x):
+        return self.down(self.squared(self.up(self.norm(x))))
+
+
+def written(h):
+    r = F.relu(h)
+    h.mul_(0)
+    return r.square()
+
+
+@pytest.mark.parametrize(
+    ("squared", "alone"),
+    [
+        (lambda h: h.relu() ** 2, True),
+        (written, False),
+        pytest.param(lambda h: F.relu(h).square(), True, marks=pytest.mark.prove),
+        pytest.param(lambda h: torch.pow(torch.relu(h), 2.0), True, marks=pytest.mark.prove),
+        pytest.param(lambda h: torch.relu(h) ** 3, False, marks=pytest.mark.prove),
+        pytest.param(lambda h: (h + 1) ** 2, False, marks=pytest.mark.prove),
+        pytest.param(lambda h: (F.relu(h) + h.sum() * 0).square(), False, marks=pytest.mark.prove),
+    ],
+)
+@pytest.mark.parametrize("memory", ["fast", pytest.param("lean", marks=pytest.mark.prove)])
+def test_models_of_others_keep_the_square_alone(squared, alone, memory):
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    model = prepare(Squared(squared), policy="bf16-mixed", memory=memory).model
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
+    gradients = []
+    for function in (compiled, model):
+        model.zero_grad()
+        x = torch.randn(6, 24, generator=torch.Generator().manual_seed(1))
+        function(x).float().square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    returned = list(next(iter(graphs[0].graph.find_nodes(op="output"))).args[0])
+    kept = [tuple(node.meta["val"].shape) for node in returned].count((6, 40))
+    assert kept == 1 if alone else kept > 1 or memory == "lean"
+    assert all(map(torch.equal, *gradients))
