@@ -164,7 +164,7 @@ def test_a_row_of_many_blocks_and_gradients_over_its_logits(dtype, monkeypatch):
         assert not made[:, width:].any()
 
 
-@pytest.mark.parametrize("fmt", ["e5m2", "e4m3"])
+@pytest.mark.parametrize("fmt", ["e5m2", pytest.param("e4m3", marks=pytest.mark.prove)])
 @pytest.mark.parametrize(("width", "dtype", "terms"), CASES, ids=str)
 def test_codes_are_those_of_the_gradient_and_take_the_first_half_of_each_row(width, terms, dtype, fmt, way):
     from halfstep.torch.cast import to_native
