@@ -106,9 +106,9 @@ class TracedMode(PolicyMode):
         if func is F.gelu and args and kwargs.get("approximate") == "tanh":
             with torch._C.DisableTorchFunction():  # a mode around this one would see its operations
                 return note_gelu(again(gelu, args[0]) if self.lean else gelu(args[0]), args[0], self.lean)
-        if func in RELUS and not kwargs and len(args) == 1 and is_marked(args[0]):
+        if func in RELUS and len(args) == 1 and not kwargs.get("inplace") and is_marked(args[0]):
             with torch._C.DisableTorchFunction():
-                return note_relu(func(*args), args[0])
+                return note_relu(F.relu(args[0]), args[0])
         if _squares(func, args, kwargs) and (x := relu_of(args[0])) is not None:
             with torch._C.DisableTorchFunction():
                 return mark_new(squared_relu(x))

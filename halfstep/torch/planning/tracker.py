@@ -63,7 +63,7 @@ class Work:
     format: str  # dtype of the operands; of large other operations, after their name
     shape: tuple[int, ...]  # of a matmul: rows, summed, columns; of other operations, of their largest tensor
     flops: int
-    nbytes: int  # that it reads and writes
+    nbytes: int  # that it reads and writes; of a compiled cast to fp8, those that a copy moves in its time
     phase: str
     call: Call | None = None
 

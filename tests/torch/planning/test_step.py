@@ -270,4 +270,5 @@ def test_every_layer_of_a_deep_model_moves_the_same_bytes_in_compiled_code():
         config = load("golf", [*sizes, f"model.layers={layers}"])
         work = of_recipe(config, Policy.parse("bf16-mixed"), H200).work
         moved.append(sum(w.nbytes for w in work if w.kind == "bytes" and w.phase == "backward"))
-    assert moved[2] - moved[1] == pytest.approx(moved[1] - moved[0], rel=0.02)  # one skip in two layers, each time
+    table = 4 * 3 * 32  # of fp32 weights of the skips, one more with every two layers: its gradients grow with it
+    assert abs((moved[2] - moved[1]) - (moved[1] - moved[0])) <= table
