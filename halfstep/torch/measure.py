@@ -225,9 +225,10 @@ class _Bench:
         if precision.delayed:
             layer.halfstep_history = Amaxes([""], self.device).layers[""]
         model = _WithLoss(layer, work.loss, Terms(softcap=work.softcap)) if work.loss else _Between(layer)
-        if work.compiled:
+        if work.compiled and precision.narrow:
             # A graph for each shape, of which dynamo allows eight by default: with dynamic sizes it would be
-            # another kernel than the model's.
+            # another kernel than the model's. Wide matmuls fuse with nothing: not compiled, they run the same
+            # kernels, seconds earlier.
             model.compile(fullgraph=True, dynamic=False)
         x = self._random(work.tokens, work.inputs).to(layer.casts.compute).requires_grad_()
         given: tuple[Tensor, ...] = ()
