@@ -281,7 +281,7 @@ ROWS = {
     "first-step": Row(
         "first step, 1.3B, cold cache",
         first_steps,
-        {"size": "1.3B", "steps": 3, "device": "cuda"},
+        {"size": "1.3B", "steps": 8, "device": "cuda"},
         (
             Goal("bf16", "autocast", "first step", 0.6, 0.4),
             Goal("bf16-block", "autocast", "first step", 0.6, 0.4),

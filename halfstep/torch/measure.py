@@ -44,6 +44,8 @@ __all__ = ["FORMATS", "describe", "devices", "measure", "measure_block", "suppor
 
 # Cycles per second of the fastest GPU (a slower one pauses longer), and the longest pause in seconds.
 CYCLES, LONGEST_PAUSE = 2.0e9, 1.0
+# Seconds of a turn of a layer on a GPU, in at most so many passes: thousands of times what its clock tells apart.
+TURN, PASSES = 0.01, 10
 
 
 def devices() -> list[str]:
@@ -137,19 +139,22 @@ def time_layer(
 ) -> list[float]:
     """Returns the seconds of a training pass of the layer in each precision: medians of alternating turns."""
     bench = _Bench(work.device)
-    rounds, count = (3, 1) if work.device.type == "cpu" else (7, 10)
+    rounds, count = (3, 1) if work.device.type == "cpu" else (7, PASSES)
     taken: list[list[float]] = [[] for _ in precisions]
-    with warnings.catch_warnings(), torch.enable_grad(), torch.random.fork_rng(), _tf32_restored():
+    on_device = work.compiled and work.device.type == "cuda"
+    stream = torch.cuda.device(work.device) if on_device else nullcontext()  # of the events
+    with warnings.catch_warnings(), torch.enable_grad(), torch.random.fork_rng(), _tf32_restored(), stream:
         warnings.simplefilter("ignore")
         runs = [bench.start_layer(work, precision) for precision in precisions]
         for run in runs:
             run(3)  # compiles, and selects kernels
         _wait(work.device)
+        if on_device:
+            count = min(count, max(1, round(TURN / max(device_seconds(run, 1) for run in runs))))
         for _ in range(rounds):
             for run, seconds in zip(runs, taken, strict=True):
-                if work.compiled and work.device.type == "cuda":
-                    with torch.cuda.device(work.device):  # the events are of its stream
-                        seconds.append(device_seconds(run, count))
+                if on_device:
+                    seconds.append(device_seconds(run, count))
                 else:
                     begun = clock()
                     run(count)

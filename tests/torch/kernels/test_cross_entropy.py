@@ -177,9 +177,12 @@ def test_codes_are_those_of_the_gradient_and_take_the_first_half_of_each_row(wid
     error, wide = inside(given, terms), given.clone()
     expected = losses.row_losses_(wide, targets, width, *terms, factor)
     wanted = to_native(wide.float() * (scale / factor), operand, overflow="saturate")
-    assert torch.equal(coded_row_losses_(given, targets, casts.words, *terms[:3]), expected)
+    made = coded_row_losses_(given, targets, casts.words, *terms[:3])
     found = given.view(wanted.dtype)[:, :width]
-    assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+    assert ((made - expected).abs() <= 2 * error * (2 + expected)).all()
+    if way == "plain" or DEVICE == "cpu":  # a GPU's compiler may add the exponentials of a row in another order
+        assert torch.equal(made, expected)
+        assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
     assert not found[1].float().any()
     # Rounded to the logits' format, then to the codes': half a unit of each, or of their smallest numbers.
     smallest = torch.finfo(dtype).smallest_normal / factor + operand.smallest_subnormal / scale
