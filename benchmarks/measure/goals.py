@@ -9,6 +9,7 @@
     eager-2 eager-32            not compiled, 2 x 1024 and 32 x 1024 tokens; `eager-2` also as a CUDA graph
     first-step                  at 1.3B, each arm with an empty cache
     fp8-loss fp8-1.3b-loss      held-out losses over three seeds, after 1000 and 300 steps
+    golf-loss                   the same of golf and its source, after 60 updates
 
 Arms of a row take turns (`halfstep bench`, benchmarks/race/recipes.py), each in a process that holds its model, so
 that a peak of memory is its own; first steps and seeds run one after the other (first_step.py, race/seeds.py). A
@@ -127,7 +128,24 @@ def _of_recipe(found: dict[str, Any] | None, failed: str) -> Arm:
         return {"failed": (found or {}).get("failed") or failed or "no update was timed"}
     losses = list(found["evaluations"].values())
     arm = {"seconds": found["seconds"], "memory": found["memory"], "held_out": losses[-1] if losses else None}
-    return {**arm, "failed": ""}
+    return {**arm, "updates": len(found["losses"]), "failed": ""}
+
+
+def recipe_seeds(
+    arms: Sequence[str], setting: dict[str, Any], seconds: float, known: dict[str, Arm]
+) -> dict[str, Arm]:
+    """Races a recipe and its source with several seeds, except those that are known already."""
+    end = time.monotonic() + seconds
+    losses = {name: dict(known.get(name, {}).get("held_out") or {}) for name in arms}
+    for seed in setting["seeds"]:
+        if all(str(seed) in of_arm for of_arm in losses.values()):
+            continue
+        given = {name: value for name, value in setting.items() if name != "seeds"}
+        given["set"] = [*setting["set"], f"seed={seed}"]
+        for name, arm in recipe(arms, given, max(1.0, end - time.monotonic()), {}).items():
+            if arm.get("updates") == setting["steps"]:
+                losses[name][str(seed)] = arm["held_out"]
+    return {name: _of_seeds(setting["seeds"], of_arm) for name, of_arm in losses.items()}
 
 
 def first_steps(
@@ -163,9 +181,13 @@ def seeds(arms: Sequence[str], setting: dict[str, Any], seconds: float, known: d
                 _run("seeds.py", [*given, *asked, f"--log={log}"], max(1.0, end - time.monotonic()))
                 events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
             losses |= {str(event["seed"]): event["held_out"] for event in events if "held_out" in event}
-        late = [seed for seed in setting["seeds"] if str(seed) not in losses]
-        found[name] = {"held_out": losses, "failed": f"not done: seeds {late}" if late else ""}
+        found[name] = _of_seeds(setting["seeds"], losses)
     return found
+
+
+def _of_seeds(wanted: Sequence[int], losses: dict[str, float]) -> Arm:
+    late = [seed for seed in wanted if str(seed) not in losses]
+    return {"held_out": losses, "failed": f"not done: seeds {late}" if late else ""}
 
 
 def _run(script: str, arguments: list[str], seconds: float) -> str:
@@ -304,6 +326,13 @@ ROWS = {
         (Goal("fp8", "bf16", "loss", 1.0),),
         estimate=760,
     ),
+    "golf-loss": Row(
+        "`golf`, 60 updates",
+        recipe_seeds,
+        {**_recipe("golf", 60), "seeds": [0, 1, 2]},
+        (Goal("halfstep", "source", "loss", 1.0),),
+        estimate=420,
+    ),
 }
 
 TINY = {"layers": 1, "width": 32, "context": 16, "batch": 2, "vocabulary": 256, "device": "cpu"}
@@ -316,12 +345,13 @@ DRY: dict[Measure, dict[str, Any]] = {
     first_steps: {"size": "tiny", "steps": 1, "device": "cpu"},
     seeds: {**TINY, "heads": 2, "steps": 4, "source": "stdlib", "seeds": [0, 1]},
 }
+DRY[recipe_seeds] = {**DRY[recipe], "seeds": [0, 1]}
 
 
 def setting_of(row: Row, options: argparse.Namespace) -> dict[str, Any]:
     """Returns the setting of a row with what the options change."""
     setting = {**row.setting, **(DRY[row.measure] if options.dry else {})}
-    if row.measure is recipe:
+    if row.measure in (recipe, recipe_seeds):
         tiny = TINY_RECIPE + (TINY_GOLF if setting["recipe"] == "golf" else []) if options.dry else []
         setting["set"] = [*tiny, *options.set]
     return setting

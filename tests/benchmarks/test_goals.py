@@ -66,7 +66,7 @@ def test_rows_of_one_setting_share_a_run(goals):
         ["golf"],
         ["fp8-1.3b"],
     ]
-    assert [len(group) for group in goals.together(list(goals.ROWS), REAL)] == [3, *[1] * 8]
+    assert [len(group) for group in goals.together(list(goals.ROWS), REAL)] == [3, *[1] * 9]
 
 
 def test_rows_that_share_a_run_keep_their_own_arms(goals, monkeypatch, capsys):
@@ -113,6 +113,22 @@ def test_seeds_that_are_known_are_not_run_again(goals, monkeypatch):
     assert calls == [["1", "2"]]
     assert found["bf16"] == {"held_out": {"0": 2.0, "1": 3.0}, "failed": "not done: seeds [2]"}
     assert found["fp8"] == {**known["fp8"], "failed": ""}
+
+
+def test_seeds_of_a_recipe_count_if_all_their_updates_were_done(goals, monkeypatch):
+    calls = []
+
+    def run(arms, setting, seconds, known):
+        calls.append(setting)
+        late = setting["set"] == ["seed=2"]
+        return {name: {**arm(held_out=3.0), "updates": 4 if late and name == "source" else 5} for name in arms}
+
+    monkeypatch.setattr(goals, "recipe", run)
+    known = {"halfstep": {"held_out": {"0": 2.0}}, "source": {"held_out": {"0": 2.1}}}
+    found = goals.recipe_seeds(["halfstep", "source"], {"seeds": [0, 1, 2], "steps": 5, "set": []}, 9.0, known)
+    assert calls == [{"steps": 5, "set": [f"seed={seed}"]} for seed in (1, 2)]
+    assert found["halfstep"] == {"held_out": {"0": 2.0, "1": 3.0, "2": 3.0}, "failed": ""}
+    assert found["source"] == {"held_out": {"0": 2.1, "1": 3.0}, "failed": "not done: seeds [2]"}
 
 
 def test_the_page_shows_what_was_measured(goals):
