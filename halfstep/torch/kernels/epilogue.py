@@ -85,7 +85,6 @@ def _(h: tuple[int, int], g: tuple[int, int], *_: Any, **__: Any) -> int:
     return 2 * h[0] * h[1] * g[1]
 
 
-@torch.compiler.assume_constant_result
 def device_lacks(device: torch.device) -> str:
     """Returns what a device lacks for it; empty if nothing."""
     if device.type not in ("cuda", *STANDS_FOR):
@@ -94,6 +93,10 @@ def device_lacks(device: torch.device) -> str:
     if hardware.kind != "nvidia" or hardware.capability is None or hardware.capability < HOPPER:
         return "it needs an NVIDIA GPU of compute capability 9.0 or higher"
     return "torch has no cuBLASLt that can be called" if device.type == "cuda" and library() is None else ""
+
+
+# What torch.compiler.assume_constant_result does, which takes a second and a half to import all of dynamo.
+device_lacks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # --- cuBLASLt

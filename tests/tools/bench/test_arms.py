@@ -20,7 +20,8 @@ CPU = torch.device("cpu")
 # How far the format of a recipe alone may take it from fp32.
 BF16, FP16 = 2**-8, 2**-11
 PEERS = {"accelerate": "accelerate", "fabric": "lightning", "hf": "transformers", "torchao": "torchao"}
-SLOW = {"torchao": pytest.mark.prove}  # to import
+# Ours and the one that most people use; the others are part of `make prove`.
+NAMES = [n if ARMS[n].ours or n == "autocast" else pytest.param(n, marks=pytest.mark.prove) for n in ARMS]
 
 
 def setting(arm, **changed):
@@ -94,7 +95,7 @@ def test_the_model_is_gpt2_as_in_transformers_and_was_written_without_halfstep_i
     assert sum(p.numel() for p in theirs.parameters()) == sum(p.numel() for p in ours.parameters())
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW.get(n, ())) for n in ARMS])
+@pytest.mark.parametrize("name", NAMES)
 def test_all_begin_with_the_same_loss_and_learn(name):
     arm = make(name)
     first, again = [float(arm.step([batch()])) for _ in range(2)]
@@ -106,10 +107,7 @@ def test_all_begin_with_the_same_loss_and_learn(name):
     assert float(arm.evaluate(batch())) < again
 
 
-# Ours and the one that most people use; the others are part of `make prove`.
-@pytest.mark.parametrize(
-    "name", [n if ARMS[n].ours or n == "autocast" else pytest.param(n, marks=pytest.mark.prove) for n in ARMS]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_step_that_is_not_finite_changes_nothing(name):
     arm = make(name)
     arm.step([batch()])  # moments are there
