@@ -70,6 +70,7 @@ def check(page, blocks, capsys):
 BLOCKS = {page: read_blocks(page.read_text(encoding="utf-8")) for page in PAGES}
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}-{page.stem}")
 def test_the_blocks_of_a_page_print_what_it_shows(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

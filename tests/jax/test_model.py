@@ -87,6 +87,7 @@ def test_the_stream_is_in_compute_and_a_head_may_be_in_fp32():
     assert streams == [jnp.bfloat16] * 2
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
@@ -94,12 +95,7 @@ def test_the_stream_is_in_compute_and_a_head_may_be_in_fp32():
         ("gpt2", "fp16-mixed"),
         ("gpt2", "fp8-mixed"),
         ("otherwise", "fp8-mixed,emulate=true"),
-        *((name, "bf16-mixed") for name in CONFIGS),
-        *(
-            pytest.param(name, policy, marks=pytest.mark.prove)
-            for name in CONFIGS
-            for policy in ("fp32", "bf16-mixed,emulate=true")
-        ),
+        *((name, policy) for name in CONFIGS for policy in ("fp32", "bf16-mixed", "bf16-mixed,emulate=true")),
     ],
 )
 def test_every_policy_traces_under_strict_promotion(name, policy):

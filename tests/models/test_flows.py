@@ -56,9 +56,8 @@ def test_an_encoder_and_decoder_generates(name):
         assert run.model.eval().generate(given, max_new_tokens=3, do_sample=False).shape[0] == 2
 
 
-@pytest.mark.parametrize(
-    "policy", [SPLIT, *(pytest.param(p, marks=pytest.mark.prove) for p in ("bf16-mixed", "bf16-true"))]
-)
+@pytest.mark.prove
+@pytest.mark.parametrize("policy", [SPLIT, "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("name", zoo.FAMILIES)
 def test_what_save_pretrained_writes_is_loaded_again_exactly_as_it_is_by_default(name, policy, tmp_path):
     """Hazard: a configuration that says bf16 although masters are fp32, which loading would then round."""

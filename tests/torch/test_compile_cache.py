@@ -70,12 +70,14 @@ def test_every_prepared_model_has_a_key_of_its_own(key_of):
     assert key_of(policies[-1]) == keys[-2]
 
 
+@pytest.mark.prove
 def test_the_kernel_of_the_loss_does_not_prevent_it(key_of, monkeypatch):
     without = key_of("bf16-mixed")
     monkeypatch.setattr(losses, "why_not", lambda *given: "")
     assert key_of("bf16-mixed") != without
 
 
+@pytest.mark.prove
 def test_other_code_of_ours_has_another_key(key_of, monkeypatch):
     before = key_of("bf16-mixed")
     monkeypatch.setattr(compile_cache, "code_digest", lambda backend: "other")

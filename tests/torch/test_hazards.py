@@ -485,6 +485,7 @@ def test_another_rate_builds_no_second_graph(monkeypatch):
     assert counted.frame_count == 1
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("policy", [SPLIT, f"{LAW},param=fp32:split"])
 def test_a_longer_micro_batch_compiles_while_gradients_wait(policy):
     """dynamo compiles nothing that uses a parameter whose gradient is wider; a longer batch would need it to."""

@@ -154,6 +154,7 @@ def test_masters_are_held_as_the_policy_says_and_rules_reach_the_modules_they_na
 HEADS = {"qk_norm": "gain", "q_gain": True, "kv_heads": 2}
 
 
+@pytest.mark.prove
 def test_compiled_attention_copies_nothing_and_gets_no_gradient_that_nobody_uses():
     model = build(replace(TINY, **HEADS), "bf16-mixed")
     graphs = []

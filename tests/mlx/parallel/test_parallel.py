@@ -43,6 +43,7 @@ def test_two_ranks_train_as_one_process_does(ranks, policy, unscales):
     assert "rank 0 of 2: each update sums 224 bytes of fp32 gradients over ranks" in summary
 
 
+@pytest.mark.prove
 def test_a_session_trains_with_the_others_of_its_job(ranks):
     alone, alone_state, *_ = jobs.session(True)
     for rows, state, trains_alone, shared in ranks(jobs.session, False):

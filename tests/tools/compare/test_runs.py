@@ -86,6 +86,7 @@ def test_progress_counts_the_steps_of_all_runs(config: RunConfig, tmp_path: Path
     assert reports[1][2] == "fp32, seed 0"
 
 
+@pytest.mark.prove
 def test_a_warning_of_all_runs_is_passed_on_once(config: RunConfig, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("halfstep.training.loop.slow_formats", lambda policy, device: ["bf16 is slow here"])
     warnings: list[str] = []

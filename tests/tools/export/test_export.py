@@ -88,6 +88,7 @@ def distance(found, expected):
     return np.linalg.norm(np.float64(found) - np.float64(expected)) / np.linalg.norm(np.float64(expected))
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(("recipe", "fmt"), [("gpt2", "fp32"), ("gpt2", "fp16"), ("qwen3", "bf16")])
 def test_transformers_computes_what_we_compute(runs, tmp_path, capsys, recipe, fmt):
     import torch

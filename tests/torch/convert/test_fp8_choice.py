@@ -372,15 +372,9 @@ def compiled_pass(policy, returns, device):
     return [*(y if returns == "logits" else [y]), *(p.grad for p in run.model.parameters())], used
 
 
+@pytest.mark.prove
 @needs_fp8
-@pytest.mark.parametrize(
-    ("policy", "returns"),
-    [
-        (MEASURED, "loss"),
-        pytest.param(MEASURED, "logits", marks=pytest.mark.prove),
-        pytest.param(DELAYED, "loss", marks=pytest.mark.prove),
-    ],
-)
+@pytest.mark.parametrize(("policy", "returns"), [(MEASURED, "loss"), (MEASURED, "logits"), (DELAYED, "loss")])
 def test_compiled_code_has_the_loss_in_fp8_or_the_logits_in_bf16_and_not_both(policy, returns, kernel):
     found, used = compiled_pass(policy, returns, Losses(otherwise=0.4e-3))
     same = policy.replace(":measured", "") if returns == "loss" else "bf16-mixed"

@@ -214,6 +214,7 @@ def test_what_compiled_whole_before_does_after_and_not_anew_when_masters_change(
     assert counted.frame_count == 1
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("held", ["", ",param=fp32:split"])
 def test_compiled_gradients_are_those_of_eager_code(held):
     """Hazards: an fp32 region inside autocast runs its backward in bf16 when compiled; and torch.compile does not

@@ -589,6 +589,7 @@ def test_a_recording_changes_nothing_and_the_summary_has_it():
         fresh.reach(lambda x: model(x).sum(), draw(2, 4))
 
 
+@pytest.mark.prove
 def test_blocks_that_are_compiled_one_by_one_share_a_graph():
     """What a block returns must look to the next as the first block's input did."""
     from torch._dynamo.testing import CompileCounterWithBackend

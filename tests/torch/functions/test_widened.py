@@ -123,6 +123,7 @@ def test_the_backward_pass_reads_the_narrow_numbers_too(rows, monkeypatch):
 SLOW = [pytest.param(form, marks=pytest.mark.prove) for form in FORMS if form != "shifted"]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("form", ["shifted", *SLOW])
 def test_compiled_code_does_the_same(form, rows):
     torch.compiler.reset()
@@ -266,6 +267,7 @@ def ends(end, *, compiled, memory="fast"):
     return loss.detach(), [p.grad.clone() for p in model.parameters()], used
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("end", [*FAST_ENDS, *SLOW_ENDS])
 def test_a_compiled_model_that_returns_its_loss_alone_computes_it_with_the_layer(end, rows):
     loss, grads, used = ends(end, compiled=True)

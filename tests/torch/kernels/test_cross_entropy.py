@@ -107,6 +107,7 @@ def test_losses_and_gradients_are_those_of_fp64_rounded_once(width, terms, dtype
         assert not made[1].any()
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("lowest", "dtype", "terms"),
     [
@@ -136,6 +137,7 @@ def test_rows_with_numbers_far_apart_are_added_as_any_other(lowest, dtype, terms
         assert ((made.double() - right_grads).abs() <= right_grads.abs() * unit(dtype) + 4 * error).all()
 
 
+@pytest.mark.prove
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_row_of_many_blocks_and_gradients_over_its_logits(dtype, monkeypatch):

@@ -139,7 +139,8 @@ def test_a_loss_in_chunks_does_the_same_work_with_fewer_logits(compiled):
     assert any(a.nbytes == chunk for a in lean.ledger.allocations.values())
 
 
-@pytest.mark.parametrize("compiled", ["false", pytest.param("true", marks=pytest.mark.prove)])
+@pytest.mark.prove
+@pytest.mark.parametrize("compiled", ["false", "true"])
 def test_a_narrow_head_holds_no_more_than_one_in_bf16(compiled, monkeypatch):
     """Codes in both layouts of the logits' gradient, or fp32 copies of it, would be more than the layers save."""
     monkeypatch.setattr(fp8, "CODES", 4 * 64 * 4096 // 8)

@@ -116,6 +116,7 @@ def plant_nan(loop):
     on_rank(1, nan_on_rank_1)(loop)
 
 
+@pytest.mark.prove
 def test_a_nan_on_one_rank_skips_the_step_on_all_and_names_the_rank_and_its_data(text, out):
     ends = train(words(text, out), plant_nan)
     assert [code for code, *_ in ends] == [0, 0], ends
@@ -141,6 +142,7 @@ def plant_unreadable(loop):
     on_rank(1, unreadable_on_rank_1)(loop)
 
 
+@pytest.mark.prove
 def test_data_that_one_rank_cannot_read_stops_all_after_a_save(text, out):
     ends = train(words(text, out, "training.save_every=100"), plant_unreadable)
     assert [code for code, *_ in ends] == [2, 2], ends

@@ -172,6 +172,7 @@ SMALL = ["model.vocabulary=256", "model.context=16", "model.layers=2", "model.wi
          "training.steps=2", "training.compile=false", "training.validation_tokens=64"]  # fmt: skip
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("ema", [0.0, 0.5])
 @pytest.mark.parametrize(
     ("policy", "backend"), [("fp32", "torch"), ("bf16-mixed,param=fp32:split", "torch"), ("fp32", "mlx")]
