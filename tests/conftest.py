@@ -65,6 +65,16 @@ def no_warning_of_a_slow_disk():
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def small_matmuls_for_a_ceiling():
+    """A run times matmuls for its utilization: the small ones take a quarter of the time."""
+    from halfstep.tools import probe
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe, "CPU_CEILING", probe.CPU_CEILING[:2])
+        yield
+
+
 @pytest.fixture
 def text(tmp_path):
     """A text file with 400 distinct documents, enough for a small run to learn from."""

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("halfstep", "tests", "docs", "examples", "benchmarks")
 UNITS = "tokens|steps|bytes|bits|FLOPs|kernels|launches|syncs?|waits|ms|micro-batches"
@@ -49,6 +51,7 @@ FILES = [
 ]
 
 
+@pytest.mark.prove
 def test_no_file_uses_a_phrase_that_we_avoid():
     found = {str(path.relative_to(ROOT)): uses(prose(path)) for path in FILES if path not in EXCEPT}
     assert {path: lines for path, lines in found.items() if lines} == {}

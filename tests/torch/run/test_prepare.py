@@ -121,9 +121,10 @@ def test_fp32_is_what_the_optimizer_does_alone(name):
     "policy",
     [
         "bf16-mixed,param=fp32:split",
-        "bf16-true,param=bf16:stochastic",
-        "fp16-mixed",
-        *(pytest.param(policy, marks=pytest.mark.prove) for policy in ("bf16-mixed", "bf16-true")),
+        *(
+            pytest.param(policy, marks=pytest.mark.prove)
+            for policy in ("bf16-mixed", "fp16-mixed", "bf16-true", "bf16-true,param=bf16:stochastic")
+        ),
     ],
 )
 def test_every_optimizer_learns_under_every_policy(policy, name):

@@ -61,7 +61,8 @@ def test_it_is_the_best_matmul_of_the_compute_format(ask, policy):
     assert backend.asked == [("here", [BF16], probe.CEILING_BUDGET, probe.CEILING)]
 
 
-def test_a_cpu_is_asked_for_less(ask):
+def test_a_cpu_is_asked_for_less(ask, monkeypatch):
+    monkeypatch.setattr(probe, "CPU_CEILING", ((32, 32, 128), (512, 512, 2048)))
     backend = Backend("cpu", TIMINGS)
     ask(backend)
     own = (8 * 128, 128, 512)  # the matmul of `tiny` may suit the CPU better than the others
