@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> dict[str, float]:
 
     size, device = SIZES[options.size], torch.device(options.device)
     torch.manual_seed(0)
-    with device:  # drawing 1.3 billion numbers on a CPU takes longer than compiling
+    with device:  # to draw 1.3 billion numbers on a CPU would be a large part of every arm's time
         model = GPT2(**{name: getattr(size, name) for name in GIVEN})
     before = time.perf_counter()
     make = under_autocast if options.one == "autocast" else by_halfstep

@@ -120,11 +120,8 @@ def test_the_backward_pass_reads_the_narrow_numbers_too(rows, monkeypatch):
     assert [(type(logits), logits.dtype) for logits in given] == [(torch.Tensor, torch.bfloat16)]
 
 
-SLOW = [pytest.param(form, marks=pytest.mark.prove) for form in FORMS if form != "shifted"]
-
-
 @pytest.mark.prove
-@pytest.mark.parametrize("form", ["shifted", *SLOW])
+@pytest.mark.parametrize("form", FORMS)
 def test_compiled_code_does_the_same(form, rows):
     torch.compiler.reset()
     loss, grads = passes(form)
@@ -240,8 +237,6 @@ ENDS = {
     "shuffled": (shuffled, False),
     "written": (halved, False),
 }
-FAST_ENDS = ["returned", "with its logits"]
-SLOW_ENDS = [pytest.param(end, marks=pytest.mark.prove) for end in ENDS if end not in FAST_ENDS]
 
 
 def ends(end, *, compiled, memory="fast"):
@@ -268,7 +263,7 @@ def ends(end, *, compiled, memory="fast"):
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("end", [*FAST_ENDS, *SLOW_ENDS])
+@pytest.mark.parametrize("end", ENDS)
 def test_a_compiled_model_that_returns_its_loss_alone_computes_it_with_the_layer(end, rows):
     loss, grads, used = ends(end, compiled=True)
     assert used == (["cross_entropy_"] if ENDS[end][1] else ["cross_entropy", "cross_entropy_grad"])

@@ -181,7 +181,7 @@ def test_codes_are_those_of_the_gradient_and_take_the_first_half_of_each_row(wid
     wanted = to_native(wide.float() * (scale / factor), operand, overflow="saturate")
     made = coded_row_losses_(given, targets, casts.words, *terms[:3])
     found = given.view(wanted.dtype)[:, :width]
-    assert ((made - expected).abs() <= 2 * error * (2 + expected)).all()
+    assert ((made - expected).abs() <= 2 * error * (2 + expected)).all()  # the bound of each, as above
     if way == "plain" or DEVICE == "cpu":  # a GPU's compiler may add the exponentials of a row in another order
         assert torch.equal(made, expected)
         assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))

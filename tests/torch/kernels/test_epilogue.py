@@ -187,12 +187,12 @@ def scaled_view(x, h, act):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"between": scaled_view},
-        {"between": lambda x, h, act: act + h},
-        {"approximate": "none"},
         {"between": scaled},
+        {"between": scaled_view},
         {"between": lambda x, h, act: act.mul_(2)},
+        {"between": lambda x, h, act: act + h},
         {"between": lambda x, h, act: F.dropout(act, 0.0)},
+        {"approximate": "none"},
         {"hidden": 36},
         {"policy": "fp32"},
     ],
