@@ -3,14 +3,15 @@
     python benchmarks/measure/host.py [--rounds 12] [--device cpu]
 
 A GPT-2 of 12 layers that is 16 wide, 8 tokens per micro-batch: its arithmetic takes next to no time, so what is
-timed is Python, dispatch and autograd, in processor time, which a busy machine changes little. The arms take turns
-in one process, in reverse order every other time: autocast with torch's fused AdamW and clipping; `prepare` with
-split masters, whole ones, and that same AdamW. A time is the median over the rounds; `calls` are calls of Python
-functions and built-ins per update.
+timed is Python, dispatch and autograd, in processor time. The arms take turns in one process, in reverse order
+every other time: autocast with torch's fused AdamW and clipping; `prepare` with split masters, whole ones, and
+that same AdamW. A time is the median over the rounds; `calls` are calls of Python functions and built-ins per
+update.
 
-Exit code 1 if an arm of ours is beyond its bar, with 1 or with 8 micro-batches. The bars are what holds today, so
-that nothing creeps back. On a CPU split masters are joined and split in steps, and weight gradients widen their
-operands; on a GPU both are kernels.
+Exit code 1 if an arm of ours makes more calls than its bar allows, with 1 or with 8 micro-batches. The bars are
+what holds today and 2 % more, so that nothing creeps back. Calls are the same in every run; times are not: a
+process that shares the caches moved a ratio by 5 %. On a CPU split masters are joined and split in steps, and
+weight gradients widen their operands; on a GPU both are kernels.
 """
 
 import argparse
@@ -23,7 +24,11 @@ from autocast_arms import POLICIES, Update, make_update, take_turns
 
 from halfstep.tools.bench.arms.model import GPT2
 
-BARS = {"split masters": 1.26, "whole masters": 1.13, "torch's AdamW": 1.13}
+# The most calls per update, by the number of its micro-batches.
+BARS = {
+    1: {"split masters": 7_800, "whole masters": 6_650, "torch's AdamW": 7_480},
+    8: {"split masters": 41_200, "whole masters": 35_750, "torch's AdamW": 36_580},
+}
 
 
 def small_model(device: str) -> GPT2:
@@ -48,7 +53,7 @@ def calls_of(update: Update, batches: list[tuple[torch.Tensor, torch.Tensor]]) -
 
 
 def compare(device: str, micro_batches: int, rounds: int) -> bool:
-    """Prints one table; returns whether every arm of ours is within its bar."""
+    """Prints one table; returns whether every arm of ours makes no more calls than its bar allows."""
     arms = {name: make_update(name, small_model(device)) for name in ("autocast", *POLICIES)}
     tokens = torch.randint(0, 64, (1, 9), device=device)
     batches = [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())] * micro_batches
@@ -65,10 +70,11 @@ def compare(device: str, micro_batches: int, rounds: int) -> bool:
     times = take_turns(arms, rounds, timed)
     ms = {name: statistics.median(taken) * 1e3 for name, taken in times.items()}
     print(f"\n{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} per update, {device}")
-    for name, update in arms.items():
-        ratio, bar = ms[name] / ms["autocast"], f"at most {BARS[name]:.2f}" if name in BARS else ""
-        print(f"  {name:14} {ms[name]:7.2f} ms  {ratio:5.2f}  {calls_of(update, batches):6} calls  {bar}".rstrip())
-    return all(ms[name] / ms["autocast"] <= bar for name, bar in BARS.items())
+    calls, bars = {name: calls_of(update, batches) for name, update in arms.items()}, BARS[micro_batches]
+    for name in arms:
+        ratio, bar = ms[name] / ms["autocast"], f"at most {bars[name]}" if name in bars else ""
+        print(f"  {name:14} {ms[name]:7.2f} ms  {ratio:5.2f}  {calls[name]:6} calls  {bar}".rstrip())
+    return all(calls[name] <= bar for name, bar in bars.items())
 
 
 def main() -> int:

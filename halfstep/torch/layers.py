@@ -70,7 +70,7 @@ from halfstep.torch.matmul import (
     why_not_fused,
 )
 from halfstep.torch.norms import normalized
-from halfstep.torch.recompute import NODE, again, dropping
+from halfstep.torch.recompute import NODE, Again, again, dropping
 from halfstep.torch.split.holder import Holder
 from halfstep.torch.split.operand import is_split, operand_of, through
 from halfstep.torch.tracing import gelu_of, mark_new, note_linear, rows_of_layer, transforming
@@ -160,7 +160,7 @@ def linear(
             if transposed:
                 values, owner = values.t(), owner.t()
             added = None if bias is None else made_cast(bias, compute)
-            if type(x.grad_fn) is NODE:
+            if Again.used and type(x.grad_fn) is NODE:
                 with dropping(x):
                     return eager_linear(x, values, owner, added, bias, casts)  # type: ignore[no-any-return]
             return eager_linear(x, values, owner, added, bias, casts)  # type: ignore[no-any-return]

@@ -157,8 +157,10 @@ def apply_linear(*args: Any) -> Tensor:
     return (Linear if args[-1].direct else RoundedLinear).apply(*args)  # type: ignore[no-any-return]
 
 
-# In eager mode: what Function.apply adds is for torch.func, whose calls do not come here.
+# In eager mode: what Function.apply adds is for torch.func, whose calls do not come here. The node calls
+# `backward` directly: torch's own `apply` would look for it in every backward pass.
 eager_linear = super(torch.autograd.Function, Linear).apply
+Linear._backward_cls.apply = Linear.backward  # type: ignore[attr-defined]
 
 
 def _in(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -34,12 +34,15 @@ def again(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
         return function(*inputs)
     if torch.compiler.is_compiling():
         return mark_new(checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False))
+    Again.used = True
     with dropping(*inputs):
         return Again.apply(function, *inputs)  # type: ignore[no-any-return]
 
 
 class Again(torch.autograd.Function):
     """A function that is computed once more in the backward pass, when its result or its gradient is needed."""
+
+    used = False  # ever, in this process: only then a layer asks where its input is from
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
