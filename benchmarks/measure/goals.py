@@ -281,7 +281,7 @@ ROWS = {
     "eager-2": Row(
         "eager, 2 x 1024",
         race,
-        {**EAGER, "batch": 2, "rounds": 16, "steps": 12},
+        {**EAGER, "batch": 2, "rounds": 40, "steps": 6},
         (
             Goal("halfstep", "autocast", "speed", 1.0),
             Goal("halfstep-fp32-masters", "autocast", "speed", 1.0),

@@ -21,6 +21,7 @@ only if every module that holds it can use its bf16 half. Frozen parameters, and
 they are.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,7 +41,7 @@ from halfstep.core.refusal import EMULATE, check_formats, check_named, check_rea
 from halfstep.core.roles import Param, Value, print_value
 from halfstep.core.rules import Resolved
 from halfstep.torch.cast import carried, split
-from halfstep.torch.compile_cache import keep_compiled
+from halfstep.torch.compile_cache import keep_compiled, put_in_graph
 from halfstep.torch.convert import causal, fp8_choice, lean, plan
 from halfstep.torch.convert.causal import Attention
 from halfstep.torch.convert.known_packages import routers, with_routers
@@ -50,6 +51,7 @@ from halfstep.torch.dtypes import DTYPES, FLOATS, dtype_of, home, supported
 from halfstep.torch.fp8.delayed import Amaxes
 from halfstep.torch.layers import Layer
 from halfstep.torch.losses import LEAN_CHUNKS
+from halfstep.torch.matmul import gelu_in_graph, linear_in_graph
 from halfstep.torch.measure import LayerWork, time_layer_once
 from halfstep.torch.split.holder import Holder
 from halfstep.torch.split.parameter import make_split, make_whole
@@ -106,6 +108,8 @@ def apply(
     plan.check_model(model, empty=not split)
     lean.check_memory(memory, model)
     keep_compiled()
+    if "torch._dynamo" in sys.modules:  # it is, wherever an optimizer was made; importing it takes seconds
+        put_in_graph(linear_in_graph, gelu_in_graph)
     parameters, plans = trainable(model), plans_of(model)
     ruled, roles, masters, kept_whole = check_policy(model, policy, names, plans, empty=not split)
     base = base_precision(policy)

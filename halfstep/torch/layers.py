@@ -60,11 +60,12 @@ from halfstep.torch.lowering import (
     rounded,
 )
 from halfstep.torch.matmul import (
-    LinearGeluLinear,
+    DIRECT,
     Rows,
     Scores,
     apply_linear,
     eager_linear,
+    gelu_in_graph,
     linear_in_steps,
     scores_in_steps,
     why_not_fused,
@@ -100,6 +101,8 @@ def casts_of(precision: Precision) -> Casts:
         delayed=precision.delayed,
         wide=casts_of(precision.widened()) if precision.narrow else None,
     )
+    if casts.direct:
+        DIRECT.setdefault(casts.compute, casts)
     if not precision.narrow:
         return casts
     put_in_graph(in_graph, loss_in_graph, coded_in_graph)
@@ -172,28 +175,39 @@ def linear(
         values, owner = operand_of(weight, casts.whole)
         if transposed:
             values, owner = values.t(), owner.t()
-        x = rounded(x if x.dtype is casts.compute else x.to(casts.compute), casts)
+        x = x if x.dtype is casts.compute else x.to(casts.compute)
+        x = rounded(x, casts) if casts.emulate else x
         if transforming() and casts.wide is None:
             return linear_in_steps(x, values, check_transformed(owner, casts), bias, casts)
+        if torch.compiler.is_compiling():
+            followed = torch.is_grad_enabled() and not watched
+            return _traced_linear(x, values, owner, bias, casts, history, loss_casts, followed)
         with dropping(x):
-            parts = (values, owner, None if bias is None else bias.detach(), bias)
-            noted = torch.compiler.is_compiling() and torch.is_grad_enabled() and not watched
             if casts.wide is not None:
-                y = narrow_linear(x, values, owner, bias, casts, history)
-                return note_linear(y, x, parts, casts, history) if noted else y
-            if noted:
-                return _traced_linear(x, parts, casts, history, loss_casts)
-            return apply_linear(x, *parts, casts)
+                return narrow_linear(x, values, owner, bias, casts, history)
+            return apply_linear(x, values, owner, None if bias is None else bias.detach(), bias, casts)
 
 
 def _traced_linear(
-    x: Tensor, parts: tuple[Any, ...], casts: Casts, history: History | None, loss_casts: Casts | None
+    x: Tensor,
+    values: Tensor,
+    owner: Tensor,
+    bias: Tensor | None,
+    casts: Casts,
+    history: History | None,
+    loss_casts: Casts | None,
+    followed: bool,
 ) -> Tensor:
     """Returns the product; if x is the GELU of another, from what that was made of."""
-    origin = None if epilogue.device_lacks(x.device) else gelu_of(x)
-    if origin is None or origin.casts is not casts or why_not_fused(x, origin.weight[0], parts[0], casts):
-        return note_linear(apply_linear(x, *parts, casts), x, parts, casts, history, loss_casts)
-    return LinearGeluLinear.apply(origin.x, *origin.weight, *parts, origin.lean, casts.compute)  # type: ignore[no-any-return]
+    parts = (values, owner, None if bias is None else bias.detach(), bias)
+    if casts.wide is not None:
+        y = narrow_linear(x, values, owner, bias, casts, history)
+        return note_linear(y, x, parts, casts, history) if followed else y
+    origin = None if not followed or epilogue.device_lacks(x.device) else gelu_of(x)
+    if origin is not None and origin.casts is casts and not why_not_fused(x, origin.weight[0], values, casts):
+        return gelu_in_graph(origin.x, *origin.weight, *parts, origin.lean, casts.compute)
+    y = apply_linear(x, *parts, casts)
+    return note_linear(y, x, parts, casts, history, loss_casts) if followed else y
 
 
 def check_transformed(weight: Tensor, casts: Casts) -> Tensor:

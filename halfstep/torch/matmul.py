@@ -154,7 +154,23 @@ def _recorded_linear(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
 
 def apply_linear(*args: Any) -> Tensor:
     """Returns the product; the last argument, a `Casts`, says by which of the two."""
-    return (Linear if args[-1].direct else RoundedLinear).apply(*args)  # type: ignore[no-any-return]
+    *given, casts = args
+    return linear_in_graph(*given, casts.compute) if casts.direct else RoundedLinear.apply(*args)
+
+
+DIRECT: dict[torch.dtype, Casts] = {}
+"""By the compute format, which is all that dynamo's graph knows of a `Linear` (`layers.casts_of`)."""
+
+
+def linear_in_graph(*given: Any) -> Tensor:
+    """`Linear` as one function for dynamo's graph: to interpret it in every layer takes long."""
+    *operands, compute = given
+    return Linear.apply(*operands, DIRECT[compute])  # type: ignore[no-any-return]
+
+
+def gelu_in_graph(*given: Any) -> Tensor:
+    """`LinearGeluLinear`, in the same way."""
+    return LinearGeluLinear.apply(*given)  # type: ignore[no-any-return]
 
 
 # In eager mode: what Function.apply adds is for torch.func, whose calls do not come here. The node calls

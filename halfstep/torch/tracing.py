@@ -26,6 +26,7 @@ from torch.autograd import forward_ad
 
 _UNTOUCHED, _ORIGIN, _ROWS = "halfstep_untouched", "halfstep_origin", "halfstep_rows"
 _RELU_OF = "halfstep_relu_of"
+NARROW = "halfstep_narrow"  # of logits that were widened, the narrow ones (functions/widened.py)
 
 
 class _Local(threading.local):
@@ -83,6 +84,11 @@ def mark_new(y: Tensor) -> Tensor:
 def is_marked(y: Tensor) -> bool:
     """Whether a tensor is known to be new, or a view of a new one."""
     return hasattr(y, _UNTOUCHED)
+
+
+def is_noted(x: Tensor) -> bool:
+    """Whether anything is known of a tensor."""
+    return hasattr(x, _UNTOUCHED) or hasattr(x, NARROW)
 
 
 def touch(given: Any) -> None:

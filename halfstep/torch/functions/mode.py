@@ -39,7 +39,7 @@ from halfstep.torch.kernels.activations import gelu, squared_relu
 from halfstep.torch.lowering import Casts
 from halfstep.torch.recompute import again
 from halfstep.torch.split.parameter import HalfOfSplitMaster
-from halfstep.torch.tracing import is_marked, mark_new, mark_view, note_gelu, note_relu, relu_of, touch
+from halfstep.torch.tracing import is_marked, is_noted, mark_new, mark_view, note_gelu, note_relu, relu_of, touch
 
 SPLIT, UNFLATTEN, FROM_NUMBER = Tensor.split, Tensor.unflatten, Tensor.__rsub__
 SUBTRACTION = TABLE[FROM_NUMBER]
@@ -47,8 +47,9 @@ SUBTRACTION = TABLE[FROM_NUMBER]
 NEW = frozenset(named("layer_norm rms_norm add mul __add__ __radd__ __mul__ __rmul__", F, torch, Tensor))
 RELUS = frozenset(named("relu", F, torch, Tensor))
 SQUARES, POWERS = (frozenset(named(name, torch, Tensor)) for name in ("square", "pow"))
+FOLLOWED = RELUS | SQUARES | POWERS | {F.cross_entropy, F.gelu}
 VIEWS_OF_ONE = WIDENED_VIEWS | MORE_VIEWS
-PLAIN = (Tensor, nn.Parameter, nn.Buffer, HalfOfSplitMaster)
+PLAIN = frozenset((Tensor, nn.Parameter, nn.Buffer, HalfOfSplitMaster))
 # Classes of arguments that are no split parameter.
 NEVER_SPLIT = frozenset((Tensor, int, float, bool, str, slice, tuple, list, torch.Size, torch.dtype, type(None)))
 
@@ -82,7 +83,7 @@ class PolicyMode(TorchFunctionMode):
             entry = VIEWS.get(func) if half else None
         kwargs = kwargs or {}
         # Tensors of classes that define their own functions, such as quantized ones, run as those define.
-        if types and entry is not None and any(kind not in PLAIN for kind in types):
+        if types and entry is not None and not PLAIN.issuperset(types):
             entry = None
         why = "" if entry is None else entry.skip_reason(self.scope, args, kwargs)
         if WATCHERS:
@@ -101,17 +102,22 @@ class TracedMode(PolicyMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args = narrowed(args) if func is F.cross_entropy else args
+        x = args[0] if args else None
+        noted = isinstance(x, Tensor) and is_noted(x)
+        if func in VIEWS_OF_ONE and type(x) is Tensor and not noted and not WATCHERS:
+            return func(*args, **(kwargs or {}))  # as most calls are, and dynamo takes long for each line
         kwargs = kwargs or {}
-        if func is F.gelu and args and kwargs.get("approximate") == "tanh":
-            with torch._C.DisableTorchFunction():  # a mode around this one would see its operations
-                return note_gelu(again(gelu, args[0]) if self.lean else gelu(args[0]), args[0], self.lean)
-        if func in RELUS and len(args) == 1 and not kwargs.get("inplace") and is_marked(args[0]):
-            with torch._C.DisableTorchFunction():
-                return note_relu(F.relu(args[0]), args[0])
-        if _squares(func, args, kwargs) and (x := relu_of(args[0])) is not None:
-            with torch._C.DisableTorchFunction():
-                return mark_new(squared_relu(x))
+        if func is POWER or func in FOLLOWED:
+            args = narrowed(args) if func is F.cross_entropy else args
+            if func is F.gelu and args and kwargs.get("approximate") == "tanh":
+                with torch._C.DisableTorchFunction():  # a mode around this one would see its operations
+                    return note_gelu(again(gelu, args[0]) if self.lean else gelu(args[0]), args[0], self.lean)
+            if func in RELUS and len(args) == 1 and not kwargs.get("inplace") and is_marked(args[0]):
+                with torch._C.DisableTorchFunction():
+                    return note_relu(F.relu(args[0]), args[0])
+            if _squares(func, args, kwargs) and (root := relu_of(args[0])) is not None:
+                with torch._C.DisableTorchFunction():
+                    return mark_new(squared_relu(root))
         y = super().__torch_function__(func, types, args, kwargs)
         if func in NEW:
             mark_new(y)
@@ -119,7 +125,7 @@ class TracedMode(PolicyMode):
             mark_view(y, args[0])
         elif func not in LOOKS:
             touch((*args, *kwargs.values()))
-        return follow(func, args, kwargs, y)
+        return follow(func, args, kwargs, y) if noted else y
 
 
 def _squares(func: Any, args: Any, kwargs: Any) -> bool:

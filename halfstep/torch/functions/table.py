@@ -73,13 +73,18 @@ ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 def _skip_attention(scope: Scope, args: Any, kwargs: Any) -> str:
+    casts, compute = scope.casts, scope.casts.compute
+    native = casts.fused_softmax and not casts.emulate
+    if native and len(args) == 3 and kwargs.get("attn_mask") is None:  # as most are
+        q, k, v = args
+        if q.dtype is compute and k.dtype is compute and v.dtype is compute and compute is not torch.float32:
+            return Skip.IN_COMPUTE
     dtypes = [t.dtype for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
     if scope.leaf and torch.float32 in dtypes:
         return Skip.IN_LEAF
-    casts = scope.casts
-    if casts.emulate or not casts.fused_softmax:
+    if not native:
         return ""
-    return "" if [d for d in dtypes if d is not casts.compute and d is not torch.bool] else Skip.IN_COMPUTE
+    return "" if [d for d in dtypes if d is not compute and d is not torch.bool] else Skip.IN_COMPUTE
 
 
 def _attend(scope: Scope, func: Any, args: Any, kwargs: Any) -> Tensor:

@@ -26,11 +26,11 @@ from torch import Tensor
 from halfstep.core.errors import HalfstepError
 from halfstep.torch.functions.entry import mapped, tensors_of
 from halfstep.torch.losses import torch_loss, why_not
-from halfstep.torch.tracing import is_marked, note_rows, rows_of_layer
+from halfstep.torch.tracing import NARROW, is_marked, note_rows, rows_of_layer
 
 LARGE = 4096  # columns, as of a vocabulary: below, a copy costs little
 _WIDE, _VIEW = "halfstep_wide", "halfstep_is_view"
-_NARROW, _INTACT, _BY_LAYER = "halfstep_narrow", "halfstep_intact", "halfstep_by_layer"
+_INTACT, _BY_LAYER = "halfstep_intact", "halfstep_by_layer"
 
 
 def _named(names: str) -> list[Any]:
@@ -109,7 +109,7 @@ def is_for_loss(x: Tensor) -> bool:
 
 def wide_of(x: Tensor) -> Tensor:
     """Returns an fp32 tensor of a `Widened`, any other as it is."""
-    if torch.compiler.is_compiling() and hasattr(x, _NARROW):
+    if torch.compiler.is_compiling() and hasattr(x, NARROW):
         return x.view_as(x)  # without its attributes
     if not isinstance(x, Widened):
         return x
@@ -123,7 +123,7 @@ def wide_of(x: Tensor) -> Tensor:
 def narrowed(args: Any) -> Any:
     """Returns the arguments of a loss with the narrow logits in place of those that were widened."""
     x = args[0] if args else None
-    return (getattr(x, _NARROW), *args[1:]) if _is_tagged(x) and getattr(x, _INTACT) else args
+    return (getattr(x, NARROW), *args[1:]) if _is_tagged(x) and getattr(x, _INTACT) else args
 
 
 def follow(func: Any, args: Any, kwargs: Any, y: Any) -> Any:
@@ -137,7 +137,7 @@ def follow(func: Any, args: Any, kwargs: Any, y: Any) -> Any:
     _follow_rows(func, x, y)
     if not _is_tagged(x):
         return y
-    narrow, intact = getattr(x, _NARROW), getattr(x, _INTACT)
+    narrow, intact = getattr(x, NARROW), getattr(x, _INTACT)
     if func is _UNFLATTEN or func in _ENDS:
         intact.clear()  # a list that all views share
     elif func is Tensor.float or (func is Tensor.to and _changes_nothing(x, args, kwargs)):
@@ -182,11 +182,11 @@ def _follow_rows(func: Any, x: Tensor, y: Any) -> None:
 
 
 def _is_tagged(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype is torch.float32 and hasattr(x, _NARROW)
+    return isinstance(x, Tensor) and x.dtype is torch.float32 and hasattr(x, NARROW)
 
 
 def _tagged(y: Any, narrow: Tensor, intact: list[bool]) -> Tensor:
-    setattr(y, _NARROW, narrow)
+    setattr(y, NARROW, narrow)
     setattr(y, _INTACT, intact)
     return y
 

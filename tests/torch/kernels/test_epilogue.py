@@ -199,12 +199,16 @@ def scaled_view(x, h, act):
 )
 def test_what_happens_in_between_keeps_the_layers_apart(everywhere, settings):
     model = theirs(False, **settings)
+    if settings.get("between") in (
+        scaled,
+        scaled_view,
+    ):  # the first layer needs what it was given, in eager code too
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            compiled(model)
+        return
     forward, _, _, found = compiled(model)
     assert not any("halfstep.linear_gelu" in target for target in forward)
-    if settings.get("between") in (scaled, scaled_view):  # in eager mode autograd refuses it
-        model.between = Theirs().between
-        found = found[:1]
-    assert is_close(found, results(model, model)[: len(found)])
+    assert is_close(found, results(model, model))
 
 
 @pytest.mark.prove
