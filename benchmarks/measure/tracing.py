@@ -2,9 +2,9 @@
 
     python benchmarks/measure/tracing.py [--layers 12] [--rounds 3] [--policy bf16-mixed]
 
-Dynamo interprets what Python would run, instruction by instruction: for each layer of a model as long as the first
-time, and before anything is compiled. `instructions` are those of each layer, of the model's own code and of ours;
-they are the same in every run. A time is the shortest of the rounds, in processor time.
+Before anything is compiled, dynamo interprets the Python code of the model and ours, instruction by instruction,
+and every layer takes as long as the first. `instructions` are what it interprets for one layer, the same number in
+every run. A time is the shortest of the rounds, in processor time.
 """
 
 import argparse
@@ -61,14 +61,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--policy", default="bf16-mixed")
     options = parser.parse_args()
-    print(
-        f"torch {torch.__version__}, {options.layers} layers\n{'':24}{'seconds':>8}{'instructions per layer':>26}"
-    )
+    print(f"torch {torch.__version__}, {options.layers} layers")
+    print(f"{'':36}{'seconds':>8}{'instructions per layer':>26}")
     arms = {"autocast": None, options.policy: options.policy}
     counts = {name: per_layer(policy) for name, policy in arms.items()}  # the first traces import much
     for name, policy in arms.items():
         seconds = min(trace(options.layers, policy)[1] for _ in range(options.rounds))
-        print(f"{name:24}{seconds:8.2f}{counts[name]:26,}")
+        print(f"{name:36}{seconds:8.2f}{counts[name]:26,}")
 
 
 if __name__ == "__main__":

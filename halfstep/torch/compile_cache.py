@@ -2,12 +2,12 @@
 
 torch keeps two things in its folder (TORCHINDUCTOR_CACHE_DIR): the code of a graph, by the graph (FxGraphCache),
 and the graphs of a forward and backward pass, by what dynamo captured (AOTAutogradCache). A process that finds the
-second does not trace autograd again. By default torch keeps no graph with an autograd.Function in it, and every
-linear layer of ours is one. What a Function does is in dynamo's graph, so the key has it
+second does not trace autograd again. By default torch keeps no graph with an autograd.Function in it, such as our
+emulated layers. What a Function does is in dynamo's graph, so the key has it
 (https://github.com/pytorch/pytorch/pull/149751).
 
-Some code of ours is not in that graph: custom operations, and functions that dynamo does not open (fp8/linear.py).
-So a digest of all our code is part of every key.
+Some code of ours is not in that graph: custom operations, and functions that dynamo does not open, such as linear
+layers (matmul.py, fp8/linear.py). So a digest of all our code is part of every key.
 
 Both are settings of the process. TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD=0 overrules the first.
 """

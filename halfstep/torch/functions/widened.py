@@ -127,13 +127,11 @@ def narrowed(args: Any) -> Any:
 
 
 def follow(func: Any, args: Any, kwargs: Any, y: Any) -> Any:
-    """Returns what a function of such a tensor returned, with narrow numbers of its own if it is a view.
+    """Returns what a function of a noted tensor returned, with narrow numbers of its own if it is a view.
 
     Of a linear layer's result it returns a view with the same rows as one that knows the layer (tracing.py).
     """
-    x = args[0] if args else None
-    if not isinstance(x, Tensor):
-        return y
+    x = args[0]
     _follow_rows(func, x, y)
     if not _is_tagged(x):
         return y

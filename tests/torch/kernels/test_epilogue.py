@@ -199,10 +199,7 @@ def scaled_view(x, h, act):
 )
 def test_what_happens_in_between_keeps_the_layers_apart(everywhere, settings):
     model = theirs(False, **settings)
-    if settings.get("between") in (
-        scaled,
-        scaled_view,
-    ):  # the first layer needs what it was given, in eager code too
+    if settings.get("between") in (scaled, scaled_view):  # as in eager mode: the first layer needs its input
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             compiled(model)
         return
