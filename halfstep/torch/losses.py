@@ -62,6 +62,7 @@ ONCE = (
 )
 
 PLAIN = Terms()
+_WORD, _GOLDEN = 0xFFFFFFFF, 0x9E3779B9  # 32 bits; 2^32 over the golden ratio, whose multiples spread evenly
 
 # --- the operations, opaque to compilers
 
@@ -127,14 +128,18 @@ def _(logits: Tensor, *_: Any) -> Tensor:
 @torch.library.custom_op("halfstep::cross_entropy_", mutates_args=("logits",))
 def row_losses_(
     logits: Tensor, targets: Tensor, width: int, ignored: int, smoothing: float, cap: float, z_loss: float,
-    factor: float,
+    factor: float, kept: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Returns the loss of each row in fp32; `factor` times their gradient is written over the logits."""
+    """Returns the loss of each row in fp32; `factor` times their gradient is written over the logits.
+
+    It has so many bits of mantissa as are to be `kept`, or all of them.
+    """
     terms = Terms(ignored, smoothing, cap, z_loss)
     if has_kernel(logits):
-        return kernels().losses_and_gradients(logits, targets, width, terms, factor)  # type: ignore[no-any-return]
+        given = (logits, targets, width, terms, factor, kept)
+        return kernels().losses_and_gradients(*given)  # type: ignore[no-any-return]
     losses, _, grads = in_steps(logits[:, :width], targets, terms)
-    _store(logits, grads * factor, width)
+    _store(logits, dithered(grads * factor, logits[:, :width], targets, kept), width)
     return losses
 
 
@@ -248,6 +253,31 @@ def in_steps(logits: Tensor, targets: Tensor, terms: Terms) -> tuple[Tensor, Ten
     grads.scatter_add_(1, torch.where(here, targets, 0)[:, None], torch.full_like(lses, smoothing - 1)[:, None])
     grads = grads if tanh is None else grads * (1 - tanh * tanh)
     return in_torch(logits, targets, terms), lses, torch.where(here[:, None], grads, 0.0)
+
+
+def dithered(grads: Tensor, logits: Tensor, targets: Tensor, kept: int) -> Tensor:
+    """Rounds to the dtype of the logits, and then by chance to the bits of mantissa that are `kept`, if any.
+
+    A number that lies a quarter of the way up goes up in one case of four, so that it is right on average. The
+    chances of a row's columns are multiples of the golden ratio, and begin where its target and two of its logits
+    put them: the same row has the same ones, wherever it stands.
+    """
+    grads, width = grads.to(logits.dtype).float(), logits.shape[1]
+    if not kept:
+        return grads
+
+    def bits_of(column: Tensor) -> Tensor:
+        there = (column >= 0) & (column < width)
+        picked = logits.gather(1, torch.where(there, column, 0)[:, None])[:, 0].float()
+        return torch.where(there, picked, 0.0).view(torch.int32).long() & _WORD
+
+    h = (bits_of(targets) ^ (bits_of(targets ^ 1) >> 16)) + targets.long() * _GOLDEN & _WORD
+    h = (h ^ (h >> 16)) * 0x7FEB352D & _WORD
+    h = (h ^ (h >> 15)) * 0x846CA68B & _WORD
+    column = torch.arange(width, device=logits.device)
+    noise = ((h ^ (h >> 16))[:, None] + column * _GOLDEN & _WORD) >> (9 + kept)
+    bits = (grads.view(torch.int32).long() + noise) & -(1 << (23 - kept))
+    return torch.where(grads == grads, bits.int().view(torch.float32), grads)
 
 
 def _store(out: Tensor, grads: Tensor, width: int) -> None:

@@ -15,8 +15,8 @@ its codes. Here the loss writes the codes.
    than its amax would put it in. Then numbers from 2^-29 on (in e4m3: 2^-14) still have the same bits, and smaller
    ones are off by at most 2^-32 (2^-18), as they are in any batch whose amax is 1.
 
-3. Both roundings stay: g to the compute format, as the gradient of an activation, then to the codes. So if what
-   comes in is a power of two, no bit differs from the layer followed by the loss, as in loss.py.
+3. Both roundings stay: g to the compute format, as the gradient of an activation, then to the codes, by chance as
+   in loss.py. So if what comes in is a power of two, no bit differs from that.
 
 4. Memory. A row's codes take the first half of its logits. The second halves hold the transposed codes that
    grad_weight needs, some outputs at a time: as many as there are tokens, if a row of tokens fits there.
@@ -34,12 +34,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.core.cast_constants import cast_constants
+from halfstep.core.roles import is_narrow
 from halfstep.torch import losses
 from halfstep.torch.cast import to_native
 from halfstep.torch.dtypes import DTYPES, dtype_of
 from halfstep.torch.fp8 import linear
 from halfstep.torch.fp8.linear import MULTIPLE, NAMED, Lowered, has_one_scale, lower, padded, product, turned
-from halfstep.torch.losses import ONCE, SCALES, Terms, part, row_losses_, sample_of
+from halfstep.torch.losses import ONCE, SCALES, Terms, dithered, part, row_losses_, sample_of
 from halfstep.torch.lowering import Casts
 from halfstep.torch.matmul import in_compute, once, rows_of
 from halfstep.torch.tracing import compiling, traced
@@ -84,10 +85,10 @@ def coded_row_losses_(
     codes, factor = _codes(logits, casts), SCALES.get(casts.compute, 1.0)
     scale = scale_of(casts) / factor
     if losses.has_kernel(logits):
-        given = (logits, codes, targets, width, terms, factor, scale)
+        given = (logits, codes, targets, width, terms, factor, scale, kept_bits(casts))
         return losses.kernels().losses_and_codes(*given)  # type: ignore[no-any-return]
     made, _, grads = losses.in_steps(logits, targets, terms)
-    grads = (grads * factor).to(logits.dtype).float() * scale
+    grads = dithered(grads * factor, logits, targets, kept_bits(casts)) * scale
     codes.copy_(to_native(grads, casts.precision.grad_operand.format, overflow="saturate"))
     return made
 
@@ -136,7 +137,7 @@ def coded_chunks(
     for rows, wanted in zip(_split(x, chunks), _split(targets, chunks), strict=True):
         first, stop = start == 0, start + rows.shape[0]
         logits = _logits(Lowered(rows, x_inv), Lowered(w, w_inv), casts)
-        sample = _sample(logits, wanted, size, terms, casts) if first else sample
+        sample = sample_before(logits, wanted, size, terms, casts) if first else sample
         found = coded_row_losses_(logits, wanted, words, *terms).sum()
         total = found if first else total + found
         if needs[0]:
@@ -162,6 +163,12 @@ def _(
 def scale_of(casts: Casts) -> float:
     """Returns the scale of a gradient that is at most 1: the largest power of two that the format holds."""
     return 2.0 ** cast_constants(casts.precision.grad_operand.format).max_exponent
+
+
+def kept_bits(casts: Casts) -> int:
+    """Returns the bits of mantissa of the gradient's codes; 0 if it is wide."""
+    fmt = casts.precision.grad_operand.format
+    return fmt.mantissa_bits if is_narrow(fmt) else 0
 
 
 def _codes(logits: Tensor, casts: Casts) -> Tensor:
@@ -197,14 +204,14 @@ def _transposed(codes: Tensor, out: Tensor | None = None) -> Tensor:
     return turned(codes, codes.new_empty(codes.shape[1], codes.shape[0]) if out is None else out)
 
 
-def _sample(logits: Tensor, targets: Tensor, size: int, terms: Sequence[Any], casts: Casts) -> Tensor:
+def sample_before(logits: Tensor, targets: Tensor, size: int, terms: Sequence[Any], casts: Casts) -> Tensor:
     """Returns a part of the logits' gradient before its codes, as losses.sample_of: that of its rows alone."""
     factor, (tokens, width) = SCALES.get(casts.compute, 1.0), logits.shape
     if not size:
         return logits.new_empty(0, dtype=torch.float32)
     rows = part(torch.arange(tokens, device=logits.device)[:, None].expand(tokens, width), size)[:, 0]
     g = logits[rows]
-    row_losses_(g, targets[rows], width, *terms, 0.0, factor)
+    row_losses_(g, targets[rows], width, *Terms(*terms), factor)
     return sample_of(g, size, factor)
 
 
@@ -267,7 +274,7 @@ class CodedLoss(torch.autograd.Function):
                 ctx.save_for_backward(*grads)
             else:
                 logits = _logits(a, b, casts)
-                sample = _sample(logits, targets, size, terms, casts)
+                sample = sample_before(logits, targets, size, terms, casts)
                 total = coded_row_losses_(logits, targets, casts.words, *terms).sum()
                 ctx.save_for_backward(logits, *kept)
         ctx.mark_non_differentiable(sample)

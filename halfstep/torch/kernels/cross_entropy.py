@@ -22,6 +22,9 @@ A gradient may also be written as 8-bit codes (fp8/coded_loss.py), 3 bytes a num
 logits as ever, then times a scale, then to the format of the codes. They may begin where their row of logits does:
 codes of a block are written after all warps have read it, and end where it does or earlier.
 
+A gradient that keeps fewer bits of mantissa than the logits have (`kept`) is rounded by chance, `_dither`. The
+chances follow from the row alone, so that the same row has the same gradient wherever it stands.
+
 The columns between `width` and the end of a row are padding: what they hold does not count, and their gradient is
 zero. A row whose target is `ignored` has no loss and a gradient of zeros, whatever its logits are; a target that
 is no column makes its loss NaN.
@@ -58,19 +61,30 @@ def losses(logits: Tensor, targets: Tensor, width: int, terms: Terms) -> tuple[T
     return out, lses
 
 
-def losses_and_gradients(logits: Tensor, targets: Tensor, width: int, terms: Terms, factor: float) -> Tensor:
+def losses_and_gradients(
+    logits: Tensor, targets: Tensor, width: int, terms: Terms, factor: float, kept: int = 0
+) -> Tensor:
     """Returns the loss of each row, and writes `factor` times its gradient over the logits."""
     out, lses = _numbers(logits), _numbers(logits)
-    _launch(logits, logits, targets, out, lses, out, width, terms, factor, has_loss=True, has_grad=True)
+    given = (logits, logits, targets, out, lses, out, width, terms, factor)
+    _launch(*given, kept=kept, has_loss=True, has_grad=True)
     return out
 
 
 def losses_and_codes(
-    logits: Tensor, codes: Tensor, targets: Tensor, width: int, terms: Terms, factor: float, scale: float
+    logits: Tensor,
+    codes: Tensor,
+    targets: Tensor,
+    width: int,
+    terms: Terms,
+    factor: float,
+    scale: float,
+    kept: int,
 ) -> Tensor:
     """Returns the loss of each row, and writes codes of `scale` times what `losses_and_gradients` writes."""
     out, lses = _numbers(logits), _numbers(logits)
-    _launch(logits, codes, targets, out, lses, out, width, terms, factor, scale, has_loss=True, has_grad=True)
+    given = (logits, codes, targets, out, lses, out, width, terms, factor, scale, kept)
+    _launch(*given, has_loss=True, has_grad=True)
     return out
 
 
@@ -87,14 +101,14 @@ def _numbers(logits: Tensor) -> Tensor:
 
 def _launch(
     logits: Tensor, grads: Tensor, targets: Tensor, losses: Tensor, lses: Tensor, factors: Tensor, width: int,
-    terms: Terms, factor: float, scale: float = 1.0, *, has_loss: bool, has_grad: bool,
+    terms: Terms, factor: float, scale: float = 1.0, kept: int = 0, *, has_loss: bool, has_grad: bool,
 ) -> None:  # fmt: skip
     if not logits.shape[0]:
         return
     block = min(BLOCK, triton.next_power_of_2(width))
     sizes = (width, grads.shape[1], logits.stride(0), grads.stride(0), block)
     ignored, smoothing, cap, z_loss = terms
-    has = (has_loss, has_grad, cap != 0, smoothing != 0, z_loss != 0, grads.dtype != logits.dtype)
+    has = (has_loss, has_grad, cap != 0, smoothing != 0, z_loss != 0, grads.dtype != logits.dtype, kept)
     dtypes = (logits.dtype, grads.dtype)
     rounded = {} if logits.is_cuda else ROUNDED
     by_hand = [number for dtype in dtypes for number in rounded.get(dtype, (0, 0))]
@@ -114,7 +128,7 @@ def _row(
     logits, grads, targets, losses, lses, factors, ignored, smoothing, cap, z_loss, factor, scale,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, STRIDE: tl.constexpr, GRAD_STRIDE: tl.constexpr,
     BLOCK: tl.constexpr, LOSS: tl.constexpr, GRAD: tl.constexpr, CAP: tl.constexpr, SMOOTHING: tl.constexpr,
-    Z_LOSS: tl.constexpr, CODES: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr,
+    Z_LOSS: tl.constexpr, CODES: tl.constexpr, KEPT: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr,
     CODE_MANTISSA: tl.constexpr, CODE_LOWEST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -133,6 +147,10 @@ def _row(
     else:
         known = (target >= 0) & (target < WIDTH)
         picked = tl.load(xs + target, known, other=0.0).to(tl.float32)
+        seed = 0
+        if KEPT:
+            beside = tl.load(xs + (target ^ 1), known & ((target ^ 1) < WIDTH), other=0.0).to(tl.float32)
+            seed = _seed(target, picked, beside)
         if LOSS:
             base = _capped(picked, cap)[0] if CAP else picked
             of_target = tl.where(known, base, float("nan"))
@@ -173,12 +191,16 @@ def _row(
                 x, after = after, tl.load(xs + BLOCK + column, BLOCK + column < PADDED, other=0.0)
                 dx = _gradient(x.to(tl.float32), lse, share, less, cap, CAP) * factor
                 dx = tl.where(column < WIDTH, dx, 0.0)
-                dx = _narrow(dx, xs, dxs, scale, CODES, MANTISSA, LOWEST, CODE_MANTISSA, CODE_LOWEST)
+                dx = _narrow(
+                    dx, xs, dxs, scale, seed, column, CODES, KEPT, MANTISSA, LOWEST, CODE_MANTISSA, CODE_LOWEST
+                )
                 if CODES:
                     tl.debug_barrier()  # all warps have read this block and the next, where codes may be written
                 tl.store(dxs + column, dx, column < PADDED)
             dx = _gradient(picked, lse, share, less + (1.0 - smoothing), cap, CAP) * factor
-            dx = _narrow(dx, xs, dxs, scale, CODES, MANTISSA, LOWEST, CODE_MANTISSA, CODE_LOWEST)
+            dx = _narrow(
+                dx, xs, dxs, scale, seed, target, CODES, KEPT, MANTISSA, LOWEST, CODE_MANTISSA, CODE_LOWEST
+            )
             tl.debug_barrier()  # the target's block was written
             tl.store(dxs + target, dx, known)
 
@@ -218,14 +240,34 @@ def _gradient(x, lse, share, less, cap, CAP: tl.constexpr):
 
 @triton.jit
 def _narrow(
-    dx, xs, dxs, scale, CODES: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr,
-    CODE_MANTISSA: tl.constexpr, CODE_LOWEST: tl.constexpr,
+    dx, xs, dxs, scale, seed, column, CODES: tl.constexpr, KEPT: tl.constexpr, MANTISSA: tl.constexpr,
+    LOWEST: tl.constexpr, CODE_MANTISSA: tl.constexpr, CODE_LOWEST: tl.constexpr,
 ):  # fmt: skip
-    """Rounds to the format of the logits, and from there to codes."""
+    """Rounds to the format of the logits, to fewer bits if there are any to keep, and from there to codes."""
     dx = _rounded(dx, xs.dtype.element_ty, MANTISSA, LOWEST)
+    if KEPT:
+        dx = _dithered(dx.to(tl.float32), seed, column, KEPT).to(xs.dtype.element_ty)
     if CODES:
         dx = _rounded(dx.to(tl.float32) * scale, dxs.dtype.element_ty, CODE_MANTISSA, CODE_LOWEST)
     return dx
+
+
+@triton.jit
+def _seed(target, picked, beside):
+    """Mixes the target of a row with the bits of two of its logits (losses.dither)."""
+    bits = picked.to(tl.uint32, bitcast=True) ^ (beside.to(tl.uint32, bitcast=True) >> 16)
+    h = bits + target.to(tl.uint32) * 0x9E3779B9
+    h = (h ^ (h >> 16)) * 0x7FEB352D
+    h = (h ^ (h >> 15)) * 0x846CA68B
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def _dithered(x, seed, column, KEPT: tl.constexpr):
+    """Rounds to KEPT bits of mantissa, up or down by chance, so that it is x on average (losses.dither)."""
+    noise = (seed + column.to(tl.uint32) * 0x9E3779B9) >> (9 + KEPT)
+    bits = (x.to(tl.uint32, bitcast=True) + noise) & (0xFFFFFFFF << (23 - KEPT) & 0xFFFFFFFF)
+    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 u is half a unit of the narrow format, to which a gradient is rounded once.
 """
 
+import math
 from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -17,7 +18,8 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import E4M3
 from halfstep.torch import linear_cross_entropy, losses
 from halfstep.torch.dtypes import supported
-from halfstep.torch.fp8.coded_loss import coded_row_losses_, scale_of
+from halfstep.torch.fp8 import coded_loss, loss
+from halfstep.torch.fp8.coded_loss import coded_row_losses_, kept_bits, scale_of
 from halfstep.torch.kernels import has_triton
 from halfstep.torch.losses import Terms
 from tests.torch.fp8.test_linear import casts as casts_for
@@ -177,7 +179,7 @@ def test_codes_are_those_of_the_gradient_and_take_the_first_half_of_each_row(wid
     given, targets = (draw(5, width) * 4).to(dtype), targets_of(5, width)
     _, right_grads = exact(given, targets, terms)
     error, wide = inside(given, terms), given.clone()
-    expected = losses.row_losses_(wide, targets, width, *terms, factor)
+    expected = losses.row_losses_(wide, targets, width, *terms, factor, kept_bits(casts))
     wanted = to_native(wide.float() * (scale / factor), operand, overflow="saturate")
     made = coded_row_losses_(given, targets, casts.words, *terms[:3])
     found = given.view(wanted.dtype)[:, :width]
@@ -186,10 +188,43 @@ def test_codes_are_those_of_the_gradient_and_take_the_first_half_of_each_row(wid
         assert torch.equal(made, expected)
         assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
     assert not found[1].float().any()
-    # Rounded to the logits' format, then to the codes': half a unit of each, or of their smallest numbers.
+    # Half a unit of the logits' format, then less than one of the codes', or of their smallest numbers.
     smallest = torch.finfo(dtype).smallest_normal / factor + operand.smallest_subnormal / scale
-    bound = right_grads.abs() * (unit(dtype) + (1 + unit(dtype)) * operand.epsilon / 2) + 8 * error + smallest
+    bound = right_grads.abs() * (unit(dtype) + (1 + unit(dtype)) * operand.epsilon) + 8 * error + smallest
     assert ((found.double() / scale - right_grads).abs() <= bound).all()
+
+
+def test_by_chance_a_gradient_is_right_on_average_and_to_the_nearest_it_is_not():
+    """The same shares in each row, with other logits: n roundings of each number, up or down."""
+    classes, n, kept = 16, 224, 2
+    shape = torch.arange(classes) * 5 % classes / 8 - 1  # all sums with the offsets are exact in bf16
+    offsets = torch.arange(n) / 8
+    logits = (shape + offsets[:, None]).repeat(classes, 1).bfloat16()
+    targets = torch.arange(classes).repeat_interleave(n)
+    grads = losses.in_steps(logits[::n], targets[::n], Terms())[2].repeat_interleave(n, 0).bfloat16().float()
+    made = losses.dithered(grads, logits, targets, kept)
+    unit = torch.frexp(grads)[1].sub(1 + kept).float().exp2()
+    below = (grads.abs() / unit).floor() * unit
+    up = made.abs() != below
+    assert torch.equal(made.abs()[up], (below + unit)[up])
+    assert torch.equal(made.sign(), grads.sign())
+    # Hoeffding: n numbers from 0 to 1 are further than this from their mean once in a million tables.
+    bound = math.sqrt(math.log(2e6 * classes**2) / (2 * n))
+    off = ((made - grads) / unit).view(classes, n, classes).mean(1).abs()
+    assert (off <= bound).all()
+    nearest = torch.where(grads.abs() - below > unit / 2, below + unit, below)
+    assert ((nearest - grads.abs()) / unit).view(classes, n, classes).mean(1).abs().max() > bound
+
+
+def test_by_chance_exact_numbers_stay_as_they_are_and_the_same_row_has_the_same_bits_anywhere():
+    logits, targets = draw(6, 40, dtype=torch.bfloat16), torch.tensor([0, 1, 38, 39, 5, 5])
+    exact_numbers = torch.tensor([0.0, -1.0, 0.75, 1.25 * 2.0**-20, torch.inf, torch.nan]).repeat(6, 7)[:, :40]
+    kept = losses.dithered(exact_numbers, logits, targets, 2)
+    assert torch.equal(kept.nan_to_num(7.0), exact_numbers.nan_to_num(7.0))
+    grads = draw(6, 40, seed=1)
+    made, order = losses.dithered(grads, logits, targets, 3), torch.tensor([5, 3, 1, 0, 2, 4])
+    assert torch.equal(losses.dithered(grads[order], logits[order], targets[order], 3), made[order])
+    assert not torch.equal(made, grads.bfloat16().float())
 
 
 def test_codes_of_a_row_that_is_not_finite_are_not(way):
@@ -445,8 +480,10 @@ def test_the_decoder_fuses_its_head_with_its_loss(policy, tied, chunks, monkeypa
 
 @pytest.mark.skipif(find_spec("triton") is None or not supported(E4M3, DEVICE), reason="needs Triton and fp8")
 @pytest.mark.parametrize("scales", ["", ":delayed"])
-def test_the_decoder_fuses_a_narrow_head_with_its_loss_bit_for_bit(scales, monkeypatch):
+def test_the_decoder_fuses_a_narrow_head_with_its_loss_bit_for_bit_but_for_chance(scales, monkeypatch):
     monkeypatch.setattr(losses, "has_kernel", lambda _: True)
+    for module in (loss, coded_loss):
+        monkeypatch.setattr(module, "kept_bits", lambda _: 0)
     tokens, seen = torch.arange(10, device=DEVICE).view(2, 5) * 3, calls(monkeypatch)
 
     def passes(hooked):
@@ -455,9 +492,9 @@ def test_the_decoder_fuses_a_narrow_head_with_its_loss_bit_for_bit(scales, monke
         assert said.endswith("amax: its scales are of earlier updates" if scales else "codes scaled by its bound")
         if hooked:
             model.lm_head.register_forward_hook(lambda *_: None)
-        loss = model.loss(tokens[:, :-1], tokens[:, 1:])
-        (loss * 0.25).backward()
-        return [loss.detach(), *(p.grad for p in model.parameters())]
+        total = model.loss(tokens[:, :-1], tokens[:, 1:])
+        (total * 0.25).backward()
+        return [total.detach(), *(p.grad for p in model.parameters())]
 
     for one, other in zip(passes(True), passes(False), strict=True):
         assert torch.equal(one, other)
