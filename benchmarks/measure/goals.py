@@ -424,12 +424,12 @@ def _measured(goal: Goal, arms: dict[str, Arm] | None) -> list[str]:
         return ["not measured yet", "", "", "", ""]
     ours, theirs = arms[goal.ours], arms[goal.theirs]
     ratios = goal.ratios(ours, theirs)
-    if isinstance(ratios, str):
-        return [ratios.replace("|", "/"), "", "", "", ""]
-    ratio, fastest = ratios
     mib = [f"{arm['memory'] / 2**20:,.0f}" if arm.get("memory") else "" for arm in (ours, theirs)]
     losses = [_loss(arm) for arm in (ours, theirs)]
     beside = [" / ".join(pair) if any(pair) else "" for pair in (mib, losses)]
+    if isinstance(ratios, str):
+        return [ratios.replace("|", "/"), "", "", *beside]
+    ratio, fastest = ratios
     turns = "" if fastest is None else f"{fastest:.3f}"
     return [f"{ratio:.3f}", turns, "yes" if goal.reached(ratio) else "**no**", *beside]
 

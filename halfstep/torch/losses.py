@@ -139,7 +139,7 @@ def row_losses_(
         given = (logits, targets, width, terms, factor, kept)
         return kernels().losses_and_gradients(*given)  # type: ignore[no-any-return]
     losses, _, grads = in_steps(logits[:, :width], targets, terms)
-    _store(logits, dithered(grads * factor, logits[:, :width], targets, kept), width)
+    _store(logits, round_stochastically(grads * factor, logits[:, :width], targets, kept), width)
     return losses
 
 
@@ -255,16 +255,16 @@ def in_steps(logits: Tensor, targets: Tensor, terms: Terms) -> tuple[Tensor, Ten
     return in_torch(logits, targets, terms), lses, torch.where(here[:, None], grads, 0.0)
 
 
-def dithered(grads: Tensor, logits: Tensor, targets: Tensor, kept: int) -> Tensor:
-    """Rounds to the dtype of the logits, and then by chance to the bits of mantissa that are `kept`, if any.
+def round_stochastically(grads: Tensor, logits: Tensor, targets: Tensor, kept: int) -> Tensor:
+    """Rounds gradients to the bits of mantissa that are `kept`; without any, to the nearest in the logits' dtype.
 
-    A number that lies a quarter of the way up goes up in one case of four, so that it is right on average. The
-    chances of a row's columns are multiples of the golden ratio, and begin where its target and two of its logits
-    put them: the same row has the same ones, wherever it stands.
+    Stochastically: a number that lies a quarter of the way up goes up in one case of four, so that it is right on
+    average. What the columns of a row draw are multiples of the golden ratio, and begin where its target and two
+    of its logits put them: the same row has the same gradient, wherever it stands.
     """
-    grads, width = grads.to(logits.dtype).float(), logits.shape[1]
+    width = logits.shape[1]
     if not kept:
-        return grads
+        return grads.to(logits.dtype).float()
 
     def bits_of(column: Tensor) -> Tensor:
         there = (column >= 0) & (column < width)

@@ -15,8 +15,7 @@ its codes. Here the loss writes the codes.
    than its amax would put it in. Then numbers from 2^-29 on (in e4m3: 2^-14) still have the same bits, and smaller
    ones are off by at most 2^-32 (2^-18), as they are in any batch whose amax is 1.
 
-3. Both roundings stay: g to the compute format, as the gradient of an activation, then to the codes, by chance as
-   in loss.py. So if what comes in is a power of two, no bit differs from that.
+3. g is rounded once, stochastically, as in loss.py. If what comes in is a power of two, no bit differs from that.
 
 4. Memory. A row's codes take the first half of its logits. The second halves hold the transposed codes that
    grad_weight needs, some outputs at a time: as many as there are tokens, if a row of tokens fits there.
@@ -40,7 +39,7 @@ from halfstep.torch.cast import to_native
 from halfstep.torch.dtypes import DTYPES, dtype_of
 from halfstep.torch.fp8 import linear
 from halfstep.torch.fp8.linear import MULTIPLE, NAMED, Lowered, has_one_scale, lower, padded, product, turned
-from halfstep.torch.losses import ONCE, SCALES, Terms, dithered, part, row_losses_, sample_of
+from halfstep.torch.losses import ONCE, SCALES, Terms, part, round_stochastically, row_losses_, sample_of
 from halfstep.torch.lowering import Casts
 from halfstep.torch.matmul import in_compute, once, rows_of
 from halfstep.torch.tracing import compiling, traced
@@ -88,7 +87,7 @@ def coded_row_losses_(
         given = (logits, codes, targets, width, terms, factor, scale, kept_bits(casts))
         return losses.kernels().losses_and_codes(*given)  # type: ignore[no-any-return]
     made, _, grads = losses.in_steps(logits, targets, terms)
-    grads = dithered(grads * factor, logits, targets, kept_bits(casts)) * scale
+    grads = round_stochastically(grads * factor, logits, targets, kept_bits(casts)) * scale
     codes.copy_(to_native(grads, casts.precision.grad_operand.format, overflow="saturate"))
     return made
 

@@ -3,10 +3,10 @@
 1. Forward: the layer's own product (linear.py) makes the logits in compute, and the loss writes their gradient g
    over them. Rows that pad the tokens have a target that is ignored, so their gradient is zero.
 
-2. Of g, the loss writes only the bits of mantissa that its narrow format keeps, rounded up or down by chance
-   (losses.dithered), so that each number is right on average. To the nearest, e5m2 makes a share of 0.04 0.0391
-   and one of 0.96 a whole one, in every token alike: shares no longer add up, and training drives them to others
-   than those of the text. A GPT-2 of 124M ended 0.019 nats above bf16 after 1000 steps (docs/measurements/fp8.md).
+2. Of g, the loss writes only the bits of mantissa that its narrow format keeps, rounded stochastically, so that
+   each number is right on average (losses.round_stochastically). To the nearest, e5m2 makes 0.0391 of a share of
+   0.04 and 1 of one of 0.96, in every token alike: shares no longer add up, and training drives them to others
+   than those of the text. A GPT-2 of 124M ended 0.019 nats above bf16 after 1000 steps, docs/measurements/fp8.md.
    The gradients of other layers have no such order, and are rounded to nearest.
 
 3. Backward: the layer's own two products of g. What comes in, s, is one number: it multiplies the inverse of g's

@@ -18,12 +18,12 @@ block is whole.
 So the logits cross the memory once, and once more as a gradient: 4 bytes a number. `lses` allow the second loop
 to run later (`gradients`), when the factor of each row is known.
 
-A gradient may also be written as 8-bit codes (fp8/coded_loss.py), 3 bytes a number: rounded to the format of the
-logits as ever, then times a scale, then to the format of the codes. They may begin where their row of logits does:
+A gradient may also be written as 8-bit codes (fp8/coded_loss.py), 3 bytes a number: rounded to so many bits, times
+a scale, then to the format of the codes. They may begin where their row of logits does:
 codes of a block are written after all warps have read it, and end where it does or earlier.
 
-A gradient that keeps fewer bits of mantissa than the logits have (`kept`) is rounded by chance, `_dither`. The
-chances follow from the row alone, so that the same row has the same gradient wherever it stands.
+A gradient that keeps fewer bits of mantissa than the logits have (`kept`) is rounded stochastically. What
+is drawn follows from the row alone, so that the same row has the same gradient wherever it stands.
 
 The columns between `width` and the end of a row are padding: what they hold does not count, and their gradient is
 zero. A row whose target is `ignored` has no loss and a gradient of zeros, whatever its logits are; a target that
@@ -184,6 +184,9 @@ def _row(
                 share = 1.0 + 2.0 * z_loss * lse
             if SMOOTHING:
                 less = smoothing / WIDTH
+            if KEPT and CODES:
+                # As in `_exp`; a NaN is not below infinity either.
+                scale = tl.where(tl.abs(1.4426950408889634 * lse) < float("inf"), scale, float("nan"))
             column = tl.arange(0, BLOCK)
             after = tl.load(xs + column, column < PADDED, other=0.0)
             for start in tl.range(0, PADDED, BLOCK, loop_unroll_factor=UNROLLED):
@@ -243,10 +246,13 @@ def _narrow(
     dx, xs, dxs, scale, seed, column, CODES: tl.constexpr, KEPT: tl.constexpr, MANTISSA: tl.constexpr,
     LOWEST: tl.constexpr, CODE_MANTISSA: tl.constexpr, CODE_LOWEST: tl.constexpr,
 ):  # fmt: skip
-    """Rounds to the format of the logits, to fewer bits if there are any to keep, and from there to codes."""
-    dx = _rounded(dx, xs.dtype.element_ty, MANTISSA, LOWEST)
+    """Rounds to the format of the logits, or stochastically to the bits that are kept, and from there to codes."""
     if KEPT:
-        dx = _dithered(dx.to(tl.float32), seed, column, KEPT).to(xs.dtype.element_ty)
+        drawn = _stochastic(dx, seed, column, KEPT)
+        # Codes of a row that is not finite have a scale that is NaN.
+        dx = drawn if CODES else tl.where(dx == dx, drawn, dx)
+    if not (KEPT and CODES):  # of codes, it would change nothing, and take as long as an exponential
+        dx = _rounded(dx, xs.dtype.element_ty, MANTISSA, LOWEST)
     if CODES:
         dx = _rounded(dx.to(tl.float32) * scale, dxs.dtype.element_ty, CODE_MANTISSA, CODE_LOWEST)
     return dx
@@ -254,7 +260,7 @@ def _narrow(
 
 @triton.jit
 def _seed(target, picked, beside):
-    """Mixes the target of a row with the bits of two of its logits (losses.dither)."""
+    """Mixes the target of a row with the bits of two of its logits (losses.round_stochastically)."""
     bits = picked.to(tl.uint32, bitcast=True) ^ (beside.to(tl.uint32, bitcast=True) >> 16)
     h = bits + target.to(tl.uint32) * 0x9E3779B9
     h = (h ^ (h >> 16)) * 0x7FEB352D
@@ -263,11 +269,11 @@ def _seed(target, picked, beside):
 
 
 @triton.jit
-def _dithered(x, seed, column, KEPT: tl.constexpr):
-    """Rounds to KEPT bits of mantissa, up or down by chance, so that it is x on average (losses.dither)."""
+def _stochastic(x, seed, column, KEPT: tl.constexpr):
+    """Rounds to KEPT bits of mantissa, up or down, so that it is x on average (losses.round_stochastically)."""
     noise = (seed + column.to(tl.uint32) * 0x9E3779B9) >> (9 + KEPT)
     bits = (x.to(tl.uint32, bitcast=True) + noise) & (0xFFFFFFFF << (23 - KEPT) & 0xFFFFFFFF)
-    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -36,8 +36,16 @@ LOSS = {
     "ignored": "i32",
 }
 PADDED = {"WIDTH": 50257, "PADDED": 50264, "STRIDE": 50264, "GRAD_STRIDE": 50264, "BLOCK": 8192}
-PADDED |= {"CODES": False, **dict.fromkeys(("MANTISSA", "LOWEST", "CODE_MANTISSA", "CODE_LOWEST"), 0)}
-CODED = {**PADDED, "WIDTH": 50304, "PADDED": 50304, "STRIDE": 50304, "GRAD_STRIDE": 100608, "CODES": True}
+PADDED |= {"CODES": False, "KEPT": 0, **dict.fromkeys(("MANTISSA", "LOWEST", "CODE_MANTISSA", "CODE_LOWEST"), 0)}
+CODED = {
+    **PADDED,
+    "WIDTH": 50304,
+    "PADDED": 50304,
+    "STRIDE": 50304,
+    "GRAD_STRIDE": 100608,
+    "CODES": True,
+    "KEPT": 2,
+}
 WORDS = {**dict.fromkeys(("xs", "ys"), "*i32"), "groups": "i32"}
 WIDE, NARROW = {"width": 768, "COLUMNS": 1024, "ROWS": 1}, {"width": 64, "COLUMNS": 64, "ROWS": 16}
 CASES = [
@@ -62,6 +70,12 @@ CASES = [
         "_row",
         LOSS,
         {**PADDED, "LOSS": False, "GRAD": True, "CAP": False, "SMOOTHING": False, "Z_LOSS": False},
+    ),
+    (
+        "cross_entropy",
+        "_row",
+        LOSS,
+        {**PADDED, "KEPT": 3, "LOSS": True, "GRAD": True, "CAP": False, "SMOOTHING": False, "Z_LOSS": True},
     ),
     (
         "cross_entropy",

@@ -194,7 +194,7 @@ def test_codes_are_those_of_the_gradient_and_take_the_first_half_of_each_row(wid
     assert ((found.double() / scale - right_grads).abs() <= bound).all()
 
 
-def test_by_chance_a_gradient_is_right_on_average_and_to_the_nearest_it_is_not():
+def test_rounded_stochastically_a_gradient_is_right_on_average_and_to_the_nearest_it_is_not():
     """The same shares in each row, with other logits: n roundings of each number, up or down."""
     classes, n, kept = 16, 224, 2
     shape = torch.arange(classes) * 5 % classes / 8 - 1  # all sums with the offsets are exact in bf16
@@ -202,7 +202,7 @@ def test_by_chance_a_gradient_is_right_on_average_and_to_the_nearest_it_is_not()
     logits = (shape + offsets[:, None]).repeat(classes, 1).bfloat16()
     targets = torch.arange(classes).repeat_interleave(n)
     grads = losses.in_steps(logits[::n], targets[::n], Terms())[2].repeat_interleave(n, 0).bfloat16().float()
-    made = losses.dithered(grads, logits, targets, kept)
+    made = losses.round_stochastically(grads, logits, targets, kept)
     unit = torch.frexp(grads)[1].sub(1 + kept).float().exp2()
     below = (grads.abs() / unit).floor() * unit
     up = made.abs() != below
@@ -216,14 +216,14 @@ def test_by_chance_a_gradient_is_right_on_average_and_to_the_nearest_it_is_not()
     assert ((nearest - grads.abs()) / unit).view(classes, n, classes).mean(1).abs().max() > bound
 
 
-def test_by_chance_exact_numbers_stay_as_they_are_and_the_same_row_has_the_same_bits_anywhere():
+def test_rounded_stochastically_exact_numbers_stay_as_they_are_and_the_same_row_has_the_same_bits_anywhere():
     logits, targets = draw(6, 40, dtype=torch.bfloat16), torch.tensor([0, 1, 38, 39, 5, 5])
     exact_numbers = torch.tensor([0.0, -1.0, 0.75, 1.25 * 2.0**-20, torch.inf, torch.nan]).repeat(6, 7)[:, :40]
-    kept = losses.dithered(exact_numbers, logits, targets, 2)
+    kept = losses.round_stochastically(exact_numbers, logits, targets, 2)
     assert torch.equal(kept.nan_to_num(7.0), exact_numbers.nan_to_num(7.0))
     grads = draw(6, 40, seed=1)
-    made, order = losses.dithered(grads, logits, targets, 3), torch.tensor([5, 3, 1, 0, 2, 4])
-    assert torch.equal(losses.dithered(grads[order], logits[order], targets[order], 3), made[order])
+    made, order = losses.round_stochastically(grads, logits, targets, 3), torch.tensor([5, 3, 1, 0, 2, 4])
+    assert torch.equal(losses.round_stochastically(grads[order], logits[order], targets[order], 3), made[order])
     assert not torch.equal(made, grads.bfloat16().float())
 
 
@@ -480,7 +480,7 @@ def test_the_decoder_fuses_its_head_with_its_loss(policy, tied, chunks, monkeypa
 
 @pytest.mark.skipif(find_spec("triton") is None or not supported(E4M3, DEVICE), reason="needs Triton and fp8")
 @pytest.mark.parametrize("scales", ["", ":delayed"])
-def test_the_decoder_fuses_a_narrow_head_with_its_loss_bit_for_bit_but_for_chance(scales, monkeypatch):
+def test_the_decoder_fuses_a_narrow_head_with_its_loss_bit_for_bit_but_for_what_is_drawn(scales, monkeypatch):
     monkeypatch.setattr(losses, "has_kernel", lambda _: True)
     for module in (loss, coded_loss):
         monkeypatch.setattr(module, "kept_bits", lambda _: 0)
