@@ -428,7 +428,7 @@ def _measured(goal: Goal, arms: dict[str, Arm] | None) -> list[str]:
     losses = [_loss(arm) for arm in (ours, theirs)]
     beside = [" / ".join(pair) if any(pair) else "" for pair in (mib, losses)]
     if isinstance(ratios, str):
-        return [ratios.replace("|", "/"), "", "", *beside]
+        return [ratios.replace("|", "/"), "", "", "", beside[1] if goal.what == "loss" else ""]
     ratio, fastest = ratios
     turns = "" if fastest is None else f"{fastest:.3f}"
     return [f"{ratio:.3f}", turns, "yes" if goal.reached(ratio) else "**no**", *beside]

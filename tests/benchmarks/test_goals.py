@@ -57,6 +57,9 @@ def test_what_failed_is_named_and_nothing_is_invented(goals):
     assert lines[0].endswith("| 1.17 | 1.500 | 1.500 | yes | 0 / 0 | 2.5000 / 2.5000 |")
     assert lines[1].endswith("| casted: OutOfMemoryError: too / much |  |  |  |  |")
     assert all("| not measured yet |" in line for line in lines[2:])
+    seeds = {"fp8": goals._of_seeds([0, 1], {"0": 2.5}), "bf16": goals._of_seeds([0, 1], {"0": 2.25, "1": 2.0})}
+    lines += goals.table({"fp8-loss": {"arms": seeds}}, ["fp8-loss"])[2:]
+    assert lines[-1].endswith("| fp8: not done: seeds [1] |  |  |  | 2.5000 / 2.2500 2.0000 |")
     assert all(line.count(" |") == lines[0].count(" |") for line in lines)
 
 
