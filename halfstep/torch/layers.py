@@ -42,7 +42,7 @@ from halfstep.core.refusal import named_format
 from halfstep.torch import losses
 from halfstep.torch.compile_cache import put_in_graph
 from halfstep.torch.dtypes import FLOATS, dtype_of, format_of
-from halfstep.torch.fp8.coded_loss import coded_in_graph
+from halfstep.torch.fp8.coded_loss import coded_in_graph, kept_bits
 from halfstep.torch.fp8.delayed import History
 from halfstep.torch.fp8.linear import NAMED, in_graph, narrow_linear
 from halfstep.torch.fp8.loss import loss_in_graph, narrow_losses
@@ -74,7 +74,7 @@ from halfstep.torch.norms import normalized
 from halfstep.torch.recompute import NODE, Again, again, dropping
 from halfstep.torch.split.holder import Holder
 from halfstep.torch.split.operand import is_split, operand_of, through
-from halfstep.torch.tracing import gelu_of, mark_new, note_linear, rows_of_layer, transforming
+from halfstep.torch.tracing import Origin, gelu_of, mark_new, note_linear, rows_of_layer, transforming
 
 # How torch may compute attention. On these devices it has kernels that never store the scores, and may take none.
 FUSED_ON = ("cuda",)
@@ -442,7 +442,7 @@ def loss_of_layer(logits: Tensor, lean: bool) -> Callable[[Tensor, losses.Terms]
 
     None if the layer is not known, or has formats that its loss does not know.
     """
-    origin = rows_of_layer(logits) if torch.compiler.is_compiling() and torch.is_grad_enabled() else None
+    origin = _origin_of(logits)
     if origin is None:
         return None
     casts: Casts = origin.casts if origin.loss_casts is None else origin.loss_casts
@@ -454,6 +454,16 @@ def loss_of_layer(logits: Tensor, lean: bool) -> Callable[[Tensor, losses.Terms]
         return _linear_losses(origin.x, values, owner, bias, targets, casts, origin.history, terms, chunks)[0]
 
     return total
+
+
+def kept_by_layer(logits: Tensor) -> int:
+    """Returns how many bits of mantissa the layer that made traced logits keeps of their gradient; 0 for all."""
+    origin = _origin_of(logits)
+    return 0 if origin is None else kept_bits(origin.casts)
+
+
+def _origin_of(logits: Tensor) -> Origin | None:
+    return rows_of_layer(logits) if torch.compiler.is_compiling() and torch.is_grad_enabled() else None
 
 
 def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor, casts: Casts) -> Tensor:

@@ -108,15 +108,16 @@ def _(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 @operation("halfstep::cross_entropy_grad")
 def row_gradients(
     logits: Tensor, targets: Tensor, lses: Tensor, factors: Tensor, width: int, ignored: int, smoothing: float,
-    cap: float, z_loss: float,
+    cap: float, z_loss: float, kept: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Returns the gradient of each row's loss, times its factor, in the dtype of the logits."""
+    """Returns the gradient of each row's loss, times its factor, in the dtype of the logits; `kept` as below."""
     terms = Terms(ignored, smoothing, cap, z_loss)
     grads = _like(logits)
     if has_kernel(logits):
-        kernels().gradients(logits, grads, targets, lses, factors, width, terms)
+        kernels().gradients(logits, grads, targets, lses, factors, width, terms, kept)
     else:
-        _store(grads, in_steps(logits[:, :width], targets, terms)[2] * factors[:, None], width)
+        made = in_steps(logits[:, :width], targets, terms)[2] * factors[:, None]
+        _store(grads, round_stochastically(made, logits[:, :width], targets, kept), width)
     return grads
 
 
@@ -132,7 +133,7 @@ def row_losses_(
 ) -> Tensor:  # fmt: skip
     """Returns the loss of each row in fp32; `factor` times their gradient is written over the logits.
 
-    It has so many bits of mantissa as are to be `kept`, or all of them.
+    It has so many bits of mantissa as are to be `kept`, rounded stochastically, or all of them.
     """
     terms = Terms(ignored, smoothing, cap, z_loss)
     if has_kernel(logits):
@@ -313,11 +314,11 @@ class Rows(torch.autograd.Function):
     """The loss of each row of somebody's logits, in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, terms: Terms) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, terms: Terms, kept: int) -> Tensor:
         """Returns the losses."""
         losses, lses = row_losses(logits, targets, logits.shape[1], *terms)
         ctx.save_for_backward(logits, targets, lses)
-        ctx.terms = terms
+        ctx.terms = (*terms, kept)
         return losses
 
     @staticmethod
@@ -325,7 +326,8 @@ class Rows(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradient of the logits."""
         logits, targets, lses = ctx.saved_tensors
-        return row_gradients(logits, targets, lses, g.contiguous(), logits.shape[1], *ctx.terms), None, None
+        given = (logits, targets, lses, g.contiguous(), logits.shape[1], *ctx.terms)
+        return row_gradients(*given), None, None, None
 
 
 class Linear(torch.autograd.Function):
@@ -418,22 +420,23 @@ def why_not(beside: Tensor, dtype: torch.dtype, casts: Casts | None = None) -> s
     return "torch.func transforms it" if transforming() else ""
 
 
-def row_cross_entropy(logits: Tensor, targets: Tensor, terms: Terms) -> Tensor:
-    """Returns the loss of each row of logits, in fp32."""
+def row_cross_entropy(logits: Tensor, targets: Tensor, terms: Terms, kept: int = 0) -> Tensor:
+    """Returns the loss of each row of logits, in fp32; `kept` are the bits of mantissa of its gradient, if few."""
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     if torch.is_grad_enabled() and logits.requires_grad:
-        return Rows.apply(logits, targets, terms)  # type: ignore[no-any-return]
+        return Rows.apply(logits, targets, terms, kept)  # type: ignore[no-any-return]
     return row_losses(logits, targets, logits.shape[1], *terms)[0]
 
 
 def torch_loss(
     input: Tensor, target: Tensor, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
     reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0, *,
-    of_layer: Callable[[Tensor, Terms], Tensor] | None = None,
+    of_layer: Callable[[Tensor, Terms], Tensor] | None = None, kept: int = 0,
 ) -> Tensor | None:  # fmt: skip
     """Returns what `F.cross_entropy` of these arguments is, by the kernel; None if it is not for them.
 
-    `of_layer` returns the sum of the losses, for given targets, of the layer that made the logits, if it is known.
+    `of_layer` returns the sum of the losses, for given targets, of the layer that made the logits, if it is known;
+    `kept` are the bits of mantissa that this layer keeps of their gradient, if it is narrow.
     """
     others = weight is not None or size_average is not None or reduce is not None
     if (
@@ -446,8 +449,8 @@ def torch_loss(
         return None
     terms = Terms(ignore_index, label_smoothing)
     if reduction == "none":
-        return row_cross_entropy(input, target, terms)
-    total = row_cross_entropy(input, target, terms).sum() if of_layer is None else of_layer(target, terms)
+        return row_cross_entropy(input, target, terms, kept)
+    total = row_cross_entropy(input, target, terms, kept).sum() if of_layer is None else of_layer(target, terms)
     return total if reduction == "sum" else mean_of(total, target, ignore_index)
 
 

@@ -28,7 +28,7 @@ from halfstep.torch.dtypes import FLOATS
 from halfstep.torch.functions.entry import NARROW, Entry, Scope, Skip, is_weight, mapped, tensors_of, whole
 from halfstep.torch.functions.products import ADDED, EINSUM, GROUPED, KERNEL, LINEAR, MATMUL, WIDENED
 from halfstep.torch.functions.widened import either, is_for_loss, widen
-from halfstep.torch.layers import additive, embedding, loss_of_layer, weighted_attention
+from halfstep.torch.layers import additive, embedding, kept_by_layer, loss_of_layer, weighted_attention
 from halfstep.torch.losses import torch_loss
 from halfstep.torch.lowering import enter, island, leave, rounded
 from halfstep.torch.split.operand import is_split
@@ -51,7 +51,10 @@ def _island(role: str) -> Entry:
             args = [new if a is given else a for a in args]
             kwargs = {key: new if value is given else value for key, value in kwargs.items()}
         if func is F.cross_entropy and not casts.emulate and casts.loss is torch.float32:
-            loss, of_layer = torch_loss(*args, **kwargs), loss_of_layer(given, scope.lean)
+            loss, of_layer = (
+                torch_loss(*args, **kwargs, kept=kept_by_layer(given)),
+                loss_of_layer(given, scope.lean),
+            )
             if loss is not None:
                 if of_layer is None or loss.dim():  # or of each row
                     return loss

@@ -89,10 +89,12 @@ def losses_and_codes(
 
 
 def gradients(
-    logits: Tensor, grads: Tensor, targets: Tensor, lses: Tensor, factors: Tensor, width: int, terms: Terms
-) -> None:
+    logits: Tensor, grads: Tensor, targets: Tensor, lses: Tensor, factors: Tensor, width: int, terms: Terms,
+    kept: int = 0,
+) -> None:  # fmt: skip
     """Writes the gradient of each row, times its factor, to `grads`, which may be the logits."""
-    _launch(logits, grads, targets, lses, lses, factors, width, terms, 0.0, has_loss=False, has_grad=True)
+    given = (logits, grads, targets, lses, lses, factors, width, terms, 0.0)
+    _launch(*given, kept=kept, has_loss=False, has_grad=True)
 
 
 def _numbers(logits: Tensor) -> Tensor:

@@ -356,12 +356,13 @@ def test_a_resumed_run_takes_over_the_choice_of_a_loss(policy, kernel):
 
 
 def compiled_pass(policy, returns, device):
-    """Returns the loss, the gradients, and which kinds of matmuls the compiled graphs have."""
+    """Returns the loss, the gradients, which kinds of matmuls the compiled graphs have, and bits of gradients."""
     torch.manual_seed(0)
-    run, used = prepared(policy, Others(returns), device), set()
+    run, used, kept = prepared(policy, Others(returns), device), set(), []
 
     def keep(graph, inputs):
         called = [str(node.target) for node in graph.graph.nodes]
+        kept.extend(node.args[-1] for node in graph.graph.nodes if "cross_entropy_grad" in str(node.target))
         used.update(kind for kind in ("scaled_mm", "aten.mm", "linear") if any(kind in name for name in called))
         return make_boxed_func(graph.forward)
 
@@ -369,19 +370,32 @@ def compiled_pass(policy, returns, device):
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
     y = torch.compile(run.model, fullgraph=True, backend=backend)(*torch.randint(32, (2, 2, 8)))
     run.backward(y[0] if returns == "logits" else y)
-    return [*(y if returns == "logits" else [y]), *(p.grad for p in run.model.parameters())], used
+    return [*(y if returns == "logits" else [y]), *(p.grad for p in run.model.parameters())], used, kept
 
 
 @pytest.mark.prove
 @needs_fp8
 @pytest.mark.parametrize(("policy", "returns"), [(MEASURED, "loss"), (MEASURED, "logits"), (DELAYED, "loss")])
 def test_compiled_code_has_the_loss_in_fp8_or_the_logits_in_bf16_and_not_both(policy, returns, kernel):
-    found, used = compiled_pass(policy, returns, Losses(otherwise=0.4e-3))
+    found, used, _ = compiled_pass(policy, returns, Losses(otherwise=0.4e-3))
     same = policy.replace(":measured", "") if returns == "loss" else "bf16-mixed"
-    right, expected = compiled_pass(same, returns, None)
+    right, expected, _ = compiled_pass(same, returns, None)
     assert used == expected
     assert ("scaled_mm" in used, len(used)) == (returns == "loss", 1)
     assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+
+
+@pytest.mark.prove
+@needs_fp8
+@pytest.mark.parametrize(("policy", "bits"), [("bf16-mixed,compute=e4m3,grad=e5m2", 2), ("bf16-mixed", 0)])
+def test_logits_that_compiled_code_returns_have_a_gradient_with_the_bits_that_a_narrow_head_keeps(
+    policy, bits, kernel
+):
+    """The loss is not computed with the layer, but it knows the layer: its gradient is rounded stochastically."""
+    (*_, weight_grad), used, kept = compiled_pass(policy, "logits", None)
+    assert kept == [bits]
+    assert ("scaled_mm" in used) is bool(bits)
+    assert weight_grad.any()
 
 
 @needs_fp8
