@@ -51,10 +51,8 @@ def _island(role: str) -> Entry:
             args = [new if a is given else a for a in args]
             kwargs = {key: new if value is given else value for key, value in kwargs.items()}
         if func is F.cross_entropy and not casts.emulate and casts.loss is torch.float32:
-            loss, of_layer = (
-                torch_loss(*args, **kwargs, kept=kept_by_layer(given)),
-                loss_of_layer(given, scope.lean),
-            )
+            loss = torch_loss(*args, **kwargs, kept=kept_by_layer(given))
+            of_layer = loss_of_layer(given, scope.lean)
             if loss is not None:
                 if of_layer is None or loss.dim():  # or of each row
                     return loss

@@ -22,8 +22,8 @@ A gradient may also be written as 8-bit codes (fp8/coded_loss.py), 3 bytes a num
 a scale, then to the format of the codes. They may begin where their row of logits does:
 codes of a block are written after all warps have read it, and end where it does or earlier.
 
-A gradient that keeps fewer bits of mantissa than the logits have (`kept`) is rounded stochastically. What
-is drawn follows from the row alone, so that the same row has the same gradient wherever it stands.
+A gradient that keeps fewer bits of mantissa than the logits have (`kept`) is rounded stochastically. What is
+drawn follows from the row alone, so that the same row has the same gradient wherever it stands.
 
 The columns between `width` and the end of a row are padding: what they hold does not count, and their gradient is
 zero. A row whose target is `ignored` has no loss and a gradient of zeros, whatever its logits are; a target that
@@ -72,15 +72,9 @@ def losses_and_gradients(
 
 
 def losses_and_codes(
-    logits: Tensor,
-    codes: Tensor,
-    targets: Tensor,
-    width: int,
-    terms: Terms,
-    factor: float,
-    scale: float,
+    logits: Tensor, codes: Tensor, targets: Tensor, width: int, terms: Terms, factor: float, scale: float,
     kept: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Returns the loss of each row, and writes codes of `scale` times what `losses_and_gradients` writes."""
     out, lses = _numbers(logits), _numbers(logits)
     given = (logits, codes, targets, out, lses, out, width, terms, factor, scale, kept)
