@@ -101,7 +101,7 @@ def row_of(x: NDArray[Any], format: Format, *, scaled: bool = False) -> NDArray[
     amax = finite.max(initial=0)
     nonzero = magnitude != 0
     if scaled:
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             magnitude = magnitude * scales_of(np.array([amax], np.float32), format)
     over, under, subnormal = limits(format)
     lost = nonzero & (magnitude <= under)

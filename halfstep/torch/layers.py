@@ -44,7 +44,7 @@ from halfstep.torch.compile_cache import put_in_graph
 from halfstep.torch.dtypes import FLOATS, dtype_of, format_of
 from halfstep.torch.fp8.coded_loss import coded_in_graph, kept_bits
 from halfstep.torch.fp8.delayed import History
-from halfstep.torch.fp8.linear import NAMED, in_graph, narrow_linear
+from halfstep.torch.fp8.linear import NAMED, Narrow, in_graph, narrow_linear
 from halfstep.torch.fp8.loss import loss_in_graph, narrow_losses
 from halfstep.torch.kernels import epilogue
 from halfstep.torch.lowering import (
@@ -389,9 +389,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, casts: Casts, softcap: float 
     """Returns the sum of -log softmax(logits)[target] over all targets: inside and out in the loss format."""
     with torch._C.DisableTorchFunction():
         if not losses.why_not(logits, logits.dtype, casts):
-            return losses.row_cross_entropy(
-                logits.flatten(0, -2), targets.flatten(), losses.Terms(softcap=softcap)
-            ).sum()
+            rows, terms = (logits.flatten(0, -2), targets.flatten()), losses.Terms(softcap=softcap)
+            return losses.row_cross_entropy(*rows, terms, kept_by_layer(logits)).sum()
         inside = island(logits, "loss", casts).flatten(0, -2)
         if softcap:
             inside = softcap * torch.tanh(inside / softcap)
@@ -457,9 +456,17 @@ def loss_of_layer(logits: Tensor, lean: bool) -> Callable[[Tensor, losses.Terms]
 
 
 def kept_by_layer(logits: Tensor) -> int:
-    """Returns how many bits of mantissa the layer that made traced logits keeps of their gradient; 0 for all."""
-    origin = _origin_of(logits)
-    return 0 if origin is None else kept_bits(origin.casts)
+    """Returns how many bits of mantissa the layer that made logits keeps of their gradient; 0 for all."""
+    if torch.compiler.is_compiling():
+        origin = _origin_of(logits)
+        return 0 if origin is None else kept_bits(origin.casts)
+    node: Any = logits.grad_fn
+    while node is not None and node.name() in _VIEWS:
+        node = node.next_functions[0][0]
+    return kept_bits(node.casts) if isinstance(node, Narrow._backward_cls) else 0  # type: ignore[attr-defined]
+
+
+_VIEWS = {f"{name}Backward0" for name in ("View", "ReshapeAlias", "UnsafeView", "Alias", "Slice", "Clone")}
 
 
 def _origin_of(logits: Tensor) -> Origin | None:

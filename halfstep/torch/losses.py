@@ -36,6 +36,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
+from halfstep.core.formats import Format
+from halfstep.torch.cast import quantize
 from halfstep.torch.kernels import has_triton
 from halfstep.torch.lowering import Casts
 from halfstep.torch.matmul import lacks, matmul, once, rows_of
@@ -276,9 +278,8 @@ def round_stochastically(grads: Tensor, logits: Tensor, targets: Tensor, kept: i
     h = (h ^ (h >> 16)) * 0x7FEB352D & _WORD
     h = (h ^ (h >> 15)) * 0x846CA68B & _WORD
     column = torch.arange(width, device=logits.device)
-    noise = ((h ^ (h >> 16))[:, None] + column * _GOLDEN & _WORD) >> (9 + kept)
-    bits = (grads.view(torch.int32).long() + noise) & -(1 << (23 - kept))
-    return torch.where(grads == grads, bits.int().view(torch.float32), grads)
+    words = _WORD - ((h ^ (h >> 16))[:, None] + column * _GOLDEN & _WORD)
+    return quantize(grads, Format(8, kept), overflow="inf", rounding="stochastic", bits=words)
 
 
 def _store(out: Tensor, grads: Tensor, width: int) -> None:

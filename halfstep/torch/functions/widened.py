@@ -25,6 +25,7 @@ from torch import Tensor
 
 from halfstep.core.errors import HalfstepError
 from halfstep.torch.functions.entry import mapped, tensors_of
+from halfstep.torch.layers import kept_by_layer
 from halfstep.torch.losses import torch_loss, why_not
 from halfstep.torch.tracing import NARROW, is_marked, note_rows, rows_of_layer
 
@@ -78,7 +79,8 @@ class Widened(Tensor):
                 return torch.float32
             if narrow and func is F.cross_entropy:
                 # As they are: what the backward pass keeps must not be widened there.
-                loss = torch_loss(args[0].as_subclass(Tensor), *args[1:], **kwargs)
+                logits = args[0].as_subclass(Tensor)
+                loss = torch_loss(logits, *args[1:], **kwargs, kept=kept_by_layer(logits))
                 if loss is not None:
                     return loss
             if narrow and func in VIEWS:

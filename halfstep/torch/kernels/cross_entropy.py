@@ -266,7 +266,10 @@ def _seed(target, picked, beside):
 
 @triton.jit
 def _stochastic(x, seed, column, KEPT: tl.constexpr):
-    """Rounds to KEPT bits of mantissa, up or down, so that it is x on average (losses.round_stochastically)."""
+    """Rounds to KEPT bits of mantissa, up or down, so that it is x on average (losses.round_stochastically).
+
+    To add the complement of a word makes a carry where the word is below the fraction (core.rounding).
+    """
     noise = (seed + column.to(tl.uint32) * 0x9E3779B9) >> (9 + KEPT)
     bits = (x.to(tl.uint32, bitcast=True) + noise) & (0xFFFFFFFF << (23 - KEPT) & 0xFFFFFFFF)
     return bits.to(tl.float32, bitcast=True)

@@ -399,6 +399,29 @@ def test_logits_that_compiled_code_returns_have_a_gradient_with_the_bits_that_a_
 
 
 @needs_fp8
+@pytest.mark.parametrize(("policy", "bits"), [("bf16-mixed,compute=e4m3,grad=e5m2", 2), ("bf16-mixed", 0)])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda logits, targets: F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()),
+        lambda logits, targets: F.cross_entropy(logits.view(-1, 32), targets.view(-1), reduction="sum"),
+        lambda logits, targets: F.cross_entropy(
+            logits[:, :-1].contiguous().flatten(0, 1), targets[:, 1:].flatten()
+        ),
+    ],
+    ids=["widened", "narrow", "shifted"],
+)
+def test_in_eager_code_too(policy, bits, loss, kernel, monkeypatch):
+    kept, real = [], losses.row_gradients
+    monkeypatch.setattr(losses, "row_gradients", lambda *args: kept.append(args[-1]) or real(*args))
+    model = Others()
+    model.forward = lambda tokens, targets: loss(model.head(model.norm(model.table(tokens))), targets)
+    run = prepared(policy, model)
+    run.backward(model(*torch.randint(32, (2, 2, 8))))
+    assert kept == [bits]
+
+
+@needs_fp8
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_a_timer_of_a_head_runs_the_fused_loss_in_both_forms(chunks, monkeypatch):
     seen, given = [], []
