@@ -21,7 +21,8 @@ from jax import Array, lax
 
 from halfstep.core.formats import BF16, FP16, FP32, Format
 from halfstep.core.precision import Precision
-from halfstep.jax.cast import carried
+from halfstep.core.roles import is_narrow
+from halfstep.jax.cast import carried, quantize
 from halfstep.jax.dtypes import as_device, describe, dtype_of
 from halfstep.jax.fp8 import PREFIX
 from halfstep.jax.lowering import Casts, casts_of
@@ -129,12 +130,18 @@ def attention(
     return jnp.swapaxes(y, 1, 2)
 
 
-def cross_entropy(logits: Array, targets: Array, casts: Casts, softcap: float = 0.0) -> Array:
-    """Returns the sum of -log softmax(logits)[target] over all targets: inside and out in the loss format."""
-    fmt, targets = casts.precision.loss, targets.astype(jnp.int32)
+def cross_entropy(
+    logits: Array, targets: Array, casts: Casts, softcap: float = 0.0, *, head: Casts | None = None
+) -> Array:
+    """Returns the sum of -log softmax(logits)[target] over all targets: inside and out in the loss format.
+
+    `head` are the casts of the layer that made the logits. If they narrow its gradient, natively, it is rounded
+    stochastically: to the nearest, every token would be off to the same side.
+    """
+    fmt, targets, kept = casts.precision.loss, targets.astype(jnp.int32), 0 if head is None else _kept_bits(head)
     if fmt == FP32:
-        return _negative_log_likelihood(logits, targets, softcap)
-    total = _negative_log_likelihood(_inside(logits, fmt), targets, softcap)
+        return _negative_log_likelihood(logits, targets, softcap, kept)
+    total = _negative_log_likelihood(_inside(logits, fmt), targets, softcap, kept)
     return _inside(total, fmt).astype(casts.loss)
 
 
@@ -367,29 +374,60 @@ def _attention(q: Array, k: Array, v: Array, casts: Casts) -> Array:
     return rounded(y.reshape(batch, heads, tokens, features), casts)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _negative_log_likelihood(logits: Array, targets: Array, softcap: float) -> Array:
-    """Sums over all targets in fp32, for logits in any dtype, without an fp32 copy of them."""
-    return _likelihood_forward(logits, targets, softcap)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _negative_log_likelihood(logits: Array, targets: Array, softcap: float, bits: int) -> Array:
+    """Sums over all targets in fp32, for logits in any dtype, without an fp32 copy of them.
+
+    The gradient has so many bits of mantissa, rounded stochastically, or all of them if they are 0.
+    """
+    return _likelihood_forward(logits, targets, softcap, bits)[0]
 
 
-def _likelihood_forward(logits: Array, targets: Array, softcap: float) -> tuple[Array, tuple[Array, Array, Array]]:
+def _likelihood_forward(
+    logits: Array, targets: Array, softcap: float, bits: int
+) -> tuple[Array, tuple[Array, Array, Array]]:
     log_sum = jax.nn.logsumexp(_capped(logits, softcap), axis=-1)
     picked = _capped(jnp.take_along_axis(logits, targets[..., None], axis=-1), softcap)[..., 0]
     return jnp.sum(log_sum - picked), (logits, targets, log_sum)
 
 
-def _likelihood_backward(softcap: float, kept: tuple[Array, Array, Array], g: Array) -> tuple[Array, None]:
+def _likelihood_backward(
+    softcap: float, bits: int, kept: tuple[Array, Array, Array], g: Array
+) -> tuple[Array, None]:
     logits, targets, log_sum = kept
     capped = _capped(logits, softcap)
     hit = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == targets[..., None]
     grad = (jnp.exp(capped - log_sum[..., None]) - hit.astype(jnp.float32)) * g
     if softcap:
         grad = grad * (1.0 - jnp.square(capped / softcap))
+    if bits:
+        words = _drawn(logits, targets)
+        grad = quantize(grad, Format(8, bits), overflow="inf", rounding="stochastic", bits=words)
     return grad.astype(logits.dtype), None
 
 
 _negative_log_likelihood.defvjp(_likelihood_forward, _likelihood_backward)
+
+
+def _kept_bits(head: Casts) -> int:
+    fmt = head.precision.grad_operand.format
+    return fmt.mantissa_bits if is_narrow(fmt) and not head.emulate else 0
+
+
+def _drawn(logits: Array, targets: Array) -> Array:
+    """Returns a word for each number: the same as torch.losses.round_stochastically draws."""
+    width, wide = logits.shape[-1], logits.astype(jnp.float32)
+    golden = jnp.uint32(0x9E3779B9)
+
+    def bits_of(column: Array) -> Array:
+        picked = jnp.take_along_axis(wide, jnp.minimum(column, width - 1)[..., None], axis=-1)[..., 0]
+        return lax.bitcast_convert_type(jnp.where(column < width, picked, 0.0), jnp.uint32)
+
+    h = (bits_of(targets) ^ (bits_of(targets ^ 1) >> 16)) + targets.astype(jnp.uint32) * golden
+    h = (h ^ (h >> 16)) * jnp.uint32(0x7FEB352D)
+    h = (h ^ (h >> 15)) * jnp.uint32(0x846CA68B)
+    column = lax.broadcasted_iota(jnp.uint32, logits.shape, logits.ndim - 1)
+    return ~((h ^ (h >> 16))[..., None] + column * golden)
 
 
 def _capped(logits: Array, softcap: float) -> Array:

@@ -102,7 +102,8 @@ class Decoder(Layer):
 
     def loss(self, params: Params, tokens_BT: Array, targets_BT: Array) -> Array:
         """Returns the sum over all targets of the negative log-likelihood, in the loss format."""
-        return cross_entropy(self(params, tokens_BT), targets_BT, self.casts, self.config.softcap)
+        logits = self(params, tokens_BT)
+        return cross_entropy(logits, targets_BT, self.casts, self.config.softcap, head=self.lm_head.casts)
 
     def capped(self, logits: Array) -> Array:
         """Returns logits as the loss sees them: in fp32, after the softcap."""
