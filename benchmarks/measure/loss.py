@@ -170,10 +170,7 @@ def sweep(repeats: int, device: str, rows: int, width: int, forms: list[tuple[in
     plain, capped = (-100, 0.0, 0.0, 0.0), (-100, 0.0, 15.0, 0.0)
     runs = {
         "gradient": partial(kernel.losses_and_gradients, logits, targets, width, plain, 1.0),
-        "codes": partial(kernel.losses_and_codes, logits, codes, targets, width, plain, 1.0, 2.0**15, 2),
-        "codes to the nearest": partial(
-            kernel.losses_and_codes, logits, codes, targets, width, plain, 1.0, 2.0**15, 0
-        ),
+        "codes": partial(kernel.losses_and_codes, logits, codes, targets, width, plain, 1.0, 2.0**15),
         "softcap": partial(kernel.losses_and_gradients, logits, targets, width, capped, 1.0),
         "loss alone": partial(kernel.losses, logits, targets, width, plain),
     }

@@ -19,6 +19,11 @@ from halfstep.core.formats import Format, Overflow
 from halfstep.core.roles import Operand
 from halfstep.core.rounding import Rounding, check_overflow, check_rounding
 
+# What a loss draws to round the gradient of a row of logits (torch/losses.py, jax/layers.py): a word of the row,
+# mixed by two multiplications (lowbias32, by C. Wellons), and from column to column 2^32 over the golden ratio
+# more, whose multiples spread evenly.
+GOLDEN, MIXERS = 0x9E3779B9, (0x7FEB352D, 0x846CA68B)
+
 
 class CastConstants(NamedTuple):
     """The constants of a cast to a format."""

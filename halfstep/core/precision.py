@@ -65,6 +65,15 @@ class Precision:
         """Whether a narrow operand is scaled by the amax of earlier updates."""
         return any(operand.amax == "delayed" for operand in self.operands)
 
+    @property
+    def kept_bits(self) -> int:
+        """The bits of mantissa that are left of a narrow incoming gradient; 0 if it is wide, or emulated.
+
+        A loss rounds the gradient of such a layer's logits to these, stochastically (torch/fp8/loss.py).
+        """
+        fmt = self.grad_operand.format
+        return fmt.mantissa_bits if is_narrow(fmt) and not self.emulate else 0
+
     @classmethod
     def in_format(cls, fmt: Format) -> "Precision":
         """Returns activations, their gradients and matmul operands in one format, everything else in fp32."""

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from halfstep.core.cast_constants import GOLDEN, MIXERS
 from halfstep.core.formats import BF16, FP16, FP32, Format
 from halfstep.core.precision import Precision
-from halfstep.core.roles import is_narrow
 from halfstep.jax.cast import carried, quantize
 from halfstep.jax.dtypes import as_device, describe, dtype_of
 from halfstep.jax.fp8 import PREFIX
@@ -138,7 +138,8 @@ def cross_entropy(
     `head` are the casts of the layer that made the logits. If they narrow its gradient, natively, it is rounded
     stochastically: to the nearest, every token would be off to the same side.
     """
-    fmt, targets, kept = casts.precision.loss, targets.astype(jnp.int32), 0 if head is None else _kept_bits(head)
+    fmt, targets = casts.precision.loss, targets.astype(jnp.int32)
+    kept = 0 if head is None else head.precision.kept_bits
     if fmt == FP32:
         return _negative_log_likelihood(logits, targets, softcap, kept)
     total = _negative_log_likelihood(_inside(logits, fmt), targets, softcap, kept)
@@ -378,7 +379,7 @@ def _attention(q: Array, k: Array, v: Array, casts: Casts) -> Array:
 def _negative_log_likelihood(logits: Array, targets: Array, softcap: float, bits: int) -> Array:
     """Sums over all targets in fp32, for logits in any dtype, without an fp32 copy of them.
 
-    The gradient has so many bits of mantissa, rounded stochastically, or all of them if they are 0.
+    The gradient is rounded stochastically to so many `bits` of mantissa, if any.
     """
     return _likelihood_forward(logits, targets, softcap, bits)[0]
 
@@ -409,23 +410,18 @@ def _likelihood_backward(
 _negative_log_likelihood.defvjp(_likelihood_forward, _likelihood_backward)
 
 
-def _kept_bits(head: Casts) -> int:
-    fmt = head.precision.grad_operand.format
-    return fmt.mantissa_bits if is_narrow(fmt) and not head.emulate else 0
-
-
 def _drawn(logits: Array, targets: Array) -> Array:
     """Returns a word for each number: the same as torch.losses.round_stochastically draws."""
     width, wide = logits.shape[-1], logits.astype(jnp.float32)
-    golden = jnp.uint32(0x9E3779B9)
+    golden, first, second = (jnp.uint32(number) for number in (GOLDEN, *MIXERS))
 
     def bits_of(column: Array) -> Array:
         picked = jnp.take_along_axis(wide, jnp.minimum(column, width - 1)[..., None], axis=-1)[..., 0]
         return lax.bitcast_convert_type(jnp.where(column < width, picked, 0.0), jnp.uint32)
 
     h = (bits_of(targets) ^ (bits_of(targets ^ 1) >> 16)) + targets.astype(jnp.uint32) * golden
-    h = (h ^ (h >> 16)) * jnp.uint32(0x7FEB352D)
-    h = (h ^ (h >> 15)) * jnp.uint32(0x846CA68B)
+    h = (h ^ (h >> 16)) * first
+    h = (h ^ (h >> 15)) * second
     column = lax.broadcasted_iota(jnp.uint32, logits.shape, logits.ndim - 1)
     return ~((h ^ (h >> 16))[..., None] + column * golden)
 

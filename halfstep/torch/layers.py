@@ -42,7 +42,7 @@ from halfstep.core.refusal import named_format
 from halfstep.torch import losses
 from halfstep.torch.compile_cache import put_in_graph
 from halfstep.torch.dtypes import FLOATS, dtype_of, format_of
-from halfstep.torch.fp8.coded_loss import coded_in_graph, kept_bits
+from halfstep.torch.fp8.coded_loss import coded_in_graph
 from halfstep.torch.fp8.delayed import History
 from halfstep.torch.fp8.linear import NAMED, Narrow, in_graph, narrow_linear
 from halfstep.torch.fp8.loss import loss_in_graph, narrow_losses
@@ -459,11 +459,11 @@ def kept_by_layer(logits: Tensor) -> int:
     """Returns how many bits of mantissa the layer that made logits keeps of their gradient; 0 for all."""
     if torch.compiler.is_compiling():
         origin = _origin_of(logits)
-        return 0 if origin is None else kept_bits(origin.casts)
+        return 0 if origin is None else int(origin.casts.precision.kept_bits)
     node: Any = logits.grad_fn
     while node is not None and node.name() in _VIEWS:
         node = node.next_functions[0][0]
-    return kept_bits(node.casts) if isinstance(node, Narrow._backward_cls) else 0  # type: ignore[attr-defined]
+    return int(node.casts.precision.kept_bits) if isinstance(node, Narrow._backward_cls) else 0  # type: ignore[attr-defined]
 
 
 _VIEWS = {f"{name}Backward0" for name in ("View", "ReshapeAlias", "UnsafeView", "Alias", "Slice", "Clone")}

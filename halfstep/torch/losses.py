@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
+from halfstep.core.cast_constants import GOLDEN, MIXERS
 from halfstep.core.formats import Format
 from halfstep.torch.cast import quantize
 from halfstep.torch.kernels import has_triton
@@ -64,7 +65,7 @@ ONCE = (
 )
 
 PLAIN = Terms()
-_WORD, _GOLDEN = 0xFFFFFFFF, 0x9E3779B9  # 32 bits; 2^32 over the golden ratio, whose multiples spread evenly
+_WORD = 0xFFFFFFFF
 
 # --- the operations, opaque to compilers
 
@@ -274,11 +275,11 @@ def round_stochastically(grads: Tensor, logits: Tensor, targets: Tensor, kept: i
         picked = logits.gather(1, torch.where(there, column, 0)[:, None])[:, 0].float()
         return torch.where(there, picked, 0.0).view(torch.int32).long() & _WORD
 
-    h = (bits_of(targets) ^ (bits_of(targets ^ 1) >> 16)) + targets.long() * _GOLDEN & _WORD
-    h = (h ^ (h >> 16)) * 0x7FEB352D & _WORD
-    h = (h ^ (h >> 15)) * 0x846CA68B & _WORD
+    h = (bits_of(targets) ^ (bits_of(targets ^ 1) >> 16)) + targets.long() * GOLDEN & _WORD
+    h = (h ^ (h >> 16)) * MIXERS[0] & _WORD
+    h = (h ^ (h >> 15)) * MIXERS[1] & _WORD
     column = torch.arange(width, device=logits.device)
-    words = _WORD - ((h ^ (h >> 16))[:, None] + column * _GOLDEN & _WORD)
+    words = _WORD - ((h ^ (h >> 16))[:, None] + column * GOLDEN & _WORD)
     return quantize(grads, Format(8, kept), overflow="inf", rounding="stochastic", bits=words)
 
 

@@ -14,7 +14,7 @@ from halfstep.core.policy import Policy
 from halfstep.core.precision import precisions
 from halfstep.torch.dtypes import supported
 from halfstep.torch.fp8 import loss
-from halfstep.torch.fp8.coded_loss import _transposed, coded_row_losses_, kept_bits
+from halfstep.torch.fp8.coded_loss import _transposed, coded_row_losses_
 from halfstep.torch.fp8.linear import lower
 from halfstep.torch.layers import casts_for, casts_of, linear, linear_cross_entropy
 from halfstep.torch.losses import PLAIN, row_losses_
@@ -166,7 +166,7 @@ def test_codes_over_the_logits_are_those_of_their_gradient_in_both_layouts(fp8, 
     targets = torch.randint(vocabulary, (tokens,), device="cuda", generator=generator)
     logits = linear(x, w, None, c).detach()
     wide, codes = logits.clone(), logits.view(torch.float8_e5m2)[:, :vocabulary]
-    expected = row_losses_(wide, targets, vocabulary, *PLAIN, 1.0, kept_bits(c))
+    expected = row_losses_(wide, targets, vocabulary, *PLAIN, 1.0, c.precision.kept_bits)
     # The two forms of the kernel may fuse multiplications and additions differently: 20 sums of positive numbers,
     # whose logarithm is taken, and three roundings of numbers below 16.
     apart = coded_row_losses_(logits, targets, c.words, *PLAIN[:3]) - expected

@@ -33,7 +33,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.core.cast_constants import cast_constants
-from halfstep.core.roles import is_narrow
 from halfstep.torch import losses
 from halfstep.torch.cast import to_native
 from halfstep.torch.dtypes import DTYPES, dtype_of
@@ -84,10 +83,10 @@ def coded_row_losses_(
     codes, factor = _codes(logits, casts), SCALES.get(casts.compute, 1.0)
     scale = scale_of(casts) / factor
     if losses.has_kernel(logits):
-        given = (logits, codes, targets, width, terms, factor, scale, kept_bits(casts))
+        given = (logits, codes, targets, width, terms, factor, scale)
         return losses.kernels().losses_and_codes(*given)  # type: ignore[no-any-return]
     made, _, grads = losses.in_steps(logits, targets, terms)
-    grads = round_stochastically(grads * factor, logits, targets, kept_bits(casts)) * scale
+    grads = round_stochastically(grads * factor, logits, targets, casts.precision.kept_bits) * scale
     codes.copy_(to_native(grads, casts.precision.grad_operand.format, overflow="saturate"))
     return made
 
@@ -162,12 +161,6 @@ def _(
 def scale_of(casts: Casts) -> float:
     """Returns the scale of a gradient that is at most 1: the largest power of two that the format holds."""
     return 2.0 ** cast_constants(casts.precision.grad_operand.format).max_exponent
-
-
-def kept_bits(casts: Casts) -> int:
-    """Returns the bits of mantissa of the gradient's codes; 0 if it is wide."""
-    fmt = casts.precision.grad_operand.format
-    return fmt.mantissa_bits if is_narrow(fmt) else 0
 
 
 def _codes(logits: Tensor, casts: Casts) -> Tensor:

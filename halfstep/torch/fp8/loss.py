@@ -4,9 +4,9 @@
    over them. Rows that pad the tokens have a target that is ignored, so their gradient is zero.
 
 2. Of g, the loss writes only the bits of mantissa that its narrow format keeps, rounded stochastically, so that
-   each number is right on average (losses.round_stochastically). To the nearest, e5m2 makes 0.0391 of a share of
-   0.04 and 1 of one of 0.96, in every token alike: shares no longer add up, and training drives them to others
-   than those of the text. A GPT-2 of 124M ended 0.019 nats above bf16 after 1000 steps, docs/measurements/fp8.md.
+   each number is right on average (losses.round_stochastically). To the nearest, e5m2 turns 0.04 into 0.0391
+   and 0.96 into 1, in every token alike: the shares of a token no longer add up, and training drives them away
+   from those of the text. A GPT-2 of 124M ended 0.019 nats above bf16 after 1000 steps, docs/measurements/fp8.md.
    The gradients of other layers have no such order, and are rounded to nearest.
 
 3. Backward: the layer's own two products of g. What comes in, s, is one number: it multiplies the inverse of g's
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.torch.cast import amax_of
-from halfstep.torch.fp8.coded_loss import coded_losses, kept_bits, sample_before, why_not_coded
+from halfstep.torch.fp8.coded_loss import coded_losses, sample_before, why_not_coded
 from halfstep.torch.fp8.delayed import History
 from halfstep.torch.fp8.linear import NAMED, amaxes_of, gradients, has_one_scale, narrow_linear, output, padded
 from halfstep.torch.losses import (
@@ -85,7 +85,7 @@ def chunk_gradients(
         wanted = F.pad(wanted, (0, part.shape[0] - tokens), value=ignored)
         terms = (ignored, smoothing, cap, z_loss)
         sample = sample_before(logits[:tokens], wanted, size, terms, casts) if first else sample
-        losses = row_losses_(logits, wanted, width, *terms, factor, kept_bits(casts)).sum()
+        losses = row_losses_(logits, wanted, width, *terms, factor, casts.precision.kept_bits).sum()
         total = losses if first else total + losses
         dx, *others, _ = gradients(kept, logits, tokens, (needs[0], needs[1], needs[2]), casts, False, wide=True)
         if dx is not None:
@@ -142,7 +142,7 @@ class NarrowLoss(torch.autograd.Function):
             logits, kept = output(rows, values, bias, history, casts, rows.shape[0])
             targets = F.pad(targets, (0, rows.shape[0] - tokens), value=ignored)
             sample = sample_before(logits[:tokens], targets, size, terms, casts)
-            losses = row_losses_(logits, targets, logits.shape[1], *terms, factor, kept_bits(casts))
+            losses = row_losses_(logits, targets, logits.shape[1], *terms, factor, casts.precision.kept_bits)
             ctx.mark_non_differentiable(sample)
             ctx.save_for_backward(logits, *kept)
             return losses.sum(), sample

@@ -35,6 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from halfstep.core import cast_constants
 from halfstep.torch.kernels.launch import launch
 from halfstep.torch.kernels.norm import add
 
@@ -51,6 +52,7 @@ ROUNDED = {
 }
 
 
+GOLDEN, FIRST, SECOND = (tl.constexpr(number) for number in (cast_constants.GOLDEN, *cast_constants.MIXERS))
 Terms = tuple[int, float, float, float]  # the target that is ignored, smoothing, cap (0 for none), z_loss
 
 
@@ -72,12 +74,11 @@ def losses_and_gradients(
 
 
 def losses_and_codes(
-    logits: Tensor, codes: Tensor, targets: Tensor, width: int, terms: Terms, factor: float, scale: float,
-    kept: int,
-) -> Tensor:  # fmt: skip
+    logits: Tensor, codes: Tensor, targets: Tensor, width: int, terms: Terms, factor: float, scale: float
+) -> Tensor:
     """Returns the loss of each row, and writes codes of `scale` times what `losses_and_gradients` writes."""
     out, lses = _numbers(logits), _numbers(logits)
-    given = (logits, codes, targets, out, lses, out, width, terms, factor, scale, kept)
+    given = (logits, codes, targets, out, lses, out, width, terms, factor, scale, ROUNDED[codes.dtype][0])
     _launch(*given, has_loss=True, has_grad=True)
     return out
 
@@ -180,7 +181,7 @@ def _row(
                 share = 1.0 + 2.0 * z_loss * lse
             if SMOOTHING:
                 less = smoothing / WIDTH
-            if KEPT and CODES:
+            if CODES:
                 # As in `_exp`; a NaN is not below infinity either.
                 scale = tl.where(tl.abs(1.4426950408889634 * lse) < float("inf"), scale, float("nan"))
             column = tl.arange(0, BLOCK)
@@ -242,15 +243,16 @@ def _narrow(
     dx, xs, dxs, scale, seed, column, CODES: tl.constexpr, KEPT: tl.constexpr, MANTISSA: tl.constexpr,
     LOWEST: tl.constexpr, CODE_MANTISSA: tl.constexpr, CODE_LOWEST: tl.constexpr,
 ):  # fmt: skip
-    """Rounds to the format of the logits, or stochastically to the bits that are kept, and from there to codes."""
+    """Rounds stochastically to the bits that are kept, if any, then to codes or to the format of the logits."""
     if KEPT:
         drawn = _stochastic(dx, seed, column, KEPT)
         # Codes of a row that is not finite have a scale that is NaN.
         dx = drawn if CODES else tl.where(dx == dx, drawn, dx)
-    if not (KEPT and CODES):  # of codes, it would change nothing, and take as long as an exponential
-        dx = _rounded(dx, xs.dtype.element_ty, MANTISSA, LOWEST)
     if CODES:
-        dx = _rounded(dx.to(tl.float32) * scale, dxs.dtype.element_ty, CODE_MANTISSA, CODE_LOWEST)
+        # Not by way of the logits' format: that changes nothing, and a conversion takes as long as an exponential.
+        dx = _rounded(dx * scale, dxs.dtype.element_ty, CODE_MANTISSA, CODE_LOWEST)
+    else:
+        dx = _rounded(dx, xs.dtype.element_ty, MANTISSA, LOWEST)
     return dx
 
 
@@ -258,9 +260,9 @@ def _narrow(
 def _seed(target, picked, beside):
     """Mixes the target of a row with the bits of two of its logits (losses.round_stochastically)."""
     bits = picked.to(tl.uint32, bitcast=True) ^ (beside.to(tl.uint32, bitcast=True) >> 16)
-    h = bits + target.to(tl.uint32) * 0x9E3779B9
-    h = (h ^ (h >> 16)) * 0x7FEB352D
-    h = (h ^ (h >> 15)) * 0x846CA68B
+    h = bits + target.to(tl.uint32) * GOLDEN
+    h = (h ^ (h >> 16)) * FIRST
+    h = (h ^ (h >> 15)) * SECOND
     return h ^ (h >> 16)
 
 
@@ -270,7 +272,7 @@ def _stochastic(x, seed, column, KEPT: tl.constexpr):
 
     To add the complement of a word makes a carry where the word is below the fraction (core.rounding).
     """
-    noise = (seed + column.to(tl.uint32) * 0x9E3779B9) >> (9 + KEPT)
+    noise = (seed + column.to(tl.uint32) * GOLDEN) >> (9 + KEPT)
     bits = (x.to(tl.uint32, bitcast=True) + noise) & (0xFFFFFFFF << (23 - KEPT) & 0xFFFFFFFF)
     return bits.to(tl.float32, bitcast=True)
 

@@ -411,7 +411,7 @@ def test_logits_that_compiled_code_returns_have_a_gradient_with_the_bits_that_a_
     ],
     ids=["widened", "narrow", "shifted"],
 )
-def test_in_eager_code_too(policy, bits, loss, kernel, monkeypatch):
+def test_in_eager_code_logits_have_such_a_gradient_too(policy, bits, loss, kernel, monkeypatch):
     kept, real = [], losses.row_gradients
     monkeypatch.setattr(losses, "row_gradients", lambda *args: kept.append(args[-1]) or real(*args))
     model = Others()

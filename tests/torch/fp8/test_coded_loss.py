@@ -9,7 +9,7 @@ from halfstep.torch import losses
 from halfstep.torch.dtypes import DTYPES, supported
 from halfstep.torch.fp8 import coded_loss, loss
 from halfstep.torch.fp8 import linear as fp8
-from halfstep.torch.fp8.coded_loss import coded_row_losses_, kept_bits, scale_of, why_not_coded
+from halfstep.torch.fp8.coded_loss import coded_row_losses_, scale_of, why_not_coded
 from halfstep.torch.fp8.linear import lower
 from halfstep.torch.layers import linear, linear_cross_entropy
 from halfstep.torch.losses import Terms
@@ -77,7 +77,7 @@ def test_without_a_surprise_small_numbers_are_off_by_what_an_amax_of_one_allows(
     logits[torch.arange(48), targets] = 12.0
     logits = logits.bfloat16()
     wide = logits.clone()
-    losses.row_losses_(wide, targets, OUTPUTS, *Terms(), 1.0, kept_bits(c))
+    losses.row_losses_(wide, targets, OUTPUTS, *Terms(), 1.0, c.precision.kept_bits)
     operand = c.precision.grad_operand
     scaled = lower(wide, operand, c)
     assert scaled.inv_scale < 1 / scale_of(c)

@@ -1,4 +1,4 @@
-"""The cross-entropy of a narrow layer's logits: the same numbers as the layer, given the gradient of the loss."""
+"""The cross-entropy of a narrow layer's logits: the same numbers as the layer and then the loss."""
 
 import pytest
 import torch
@@ -8,7 +8,6 @@ from halfstep.core.formats import E4M3
 from halfstep.torch import losses
 from halfstep.torch.dtypes import supported
 from halfstep.torch.fp8 import linear as fp8
-from halfstep.torch.fp8.coded_loss import kept_bits
 from halfstep.torch.fp8.delayed import Amaxes
 from halfstep.torch.layers import linear, linear_cross_entropy
 from halfstep.torch.losses import Terms
@@ -43,19 +42,17 @@ def passed(policy, incoming, *, fused):
     b, past, c = draw(OUTPUTS, seed=2).requires_grad_(), history(policy), casts(policy)
     if fused:
         loss, _ = linear_cross_entropy(x, w, b, targets_of(19), c, TERMS, history=past)
-        loss.backward(torch.tensor(incoming))
     else:
         logits = linear(x, w, b, c, history=past)
-        g = logits.detach().clone()
-        loss = losses.row_losses_(g, targets_of(19), OUTPUTS, *TERMS, 1.0, kept_bits(c)).sum()
-        logits.backward(g * incoming)
+        loss = losses.row_cross_entropy(logits, targets_of(19), TERMS, c.precision.kept_bits).sum()
+    loss.backward(torch.tensor(incoming))
     assert w.grad.dtype == torch.float32
     return [loss.detach(), x.grad, w.grad, b.grad, *([past.pending] if past else [])]
 
 
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("policy", policies(FP8, ROWS, DELAYED, *OTHERS))
-def test_it_is_the_layer_given_the_gradient_of_the_loss_bit_for_bit(policy, parts, monkeypatch):
+def test_it_is_the_layer_and_then_the_loss_bit_for_bit(policy, parts, monkeypatch):
     """Powers of two commute with every rounding; nineteen tokens are padded."""
     apart = passed(policy, 2.0**-9, fused=False)
     monkeypatch.setattr(fp8, "CODES", 32 * OUTPUTS // parts)

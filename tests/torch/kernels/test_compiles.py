@@ -37,15 +37,8 @@ LOSS = {
 }
 PADDED = {"WIDTH": 50257, "PADDED": 50264, "STRIDE": 50264, "GRAD_STRIDE": 50264, "BLOCK": 8192}
 PADDED |= {"CODES": False, "KEPT": 0, **dict.fromkeys(("MANTISSA", "LOWEST", "CODE_MANTISSA", "CODE_LOWEST"), 0)}
-CODED = {
-    **PADDED,
-    "WIDTH": 50304,
-    "PADDED": 50304,
-    "STRIDE": 50304,
-    "GRAD_STRIDE": 100608,
-    "CODES": True,
-    "KEPT": 2,
-}
+CODED = {**PADDED, **dict.fromkeys(("WIDTH", "PADDED", "STRIDE"), 50304), "GRAD_STRIDE": 100608}
+CODED |= {"CODES": True, "KEPT": 2}
 WORDS = {**dict.fromkeys(("xs", "ys"), "*i32"), "groups": "i32"}
 WIDE, NARROW = {"width": 768, "COLUMNS": 1024, "ROWS": 1}, {"width": 64, "COLUMNS": 64, "ROWS": 16}
 CASES = [

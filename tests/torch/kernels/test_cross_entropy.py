@@ -18,7 +18,7 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import E4M3
 from halfstep.torch import linear_cross_entropy, losses
 from halfstep.torch.dtypes import supported
-from halfstep.torch.fp8.coded_loss import coded_row_losses_, kept_bits, scale_of
+from halfstep.torch.fp8.coded_loss import coded_row_losses_, scale_of
 from halfstep.torch.kernels import has_triton
 from halfstep.torch.losses import Terms
 from tests.torch.fp8.test_linear import casts as casts_for
@@ -178,7 +178,7 @@ def test_codes_are_those_of_the_gradient_and_take_the_first_half_of_each_row(wid
     given, targets = (draw(5, width) * 4).to(dtype), targets_of(5, width)
     _, right_grads = exact(given, targets, terms)
     error, wide = inside(given, terms), given.clone()
-    expected = losses.row_losses_(wide, targets, width, *terms, factor, kept_bits(casts))
+    expected = losses.row_losses_(wide, targets, width, *terms, factor, casts.precision.kept_bits)
     wanted = to_native(wide.float() * (scale / factor), operand, overflow="saturate")
     made = coded_row_losses_(given, targets, casts.words, *terms[:3])
     found = given.view(wanted.dtype)[:, :width]
@@ -224,6 +224,26 @@ def test_rounded_stochastically_exact_numbers_stay_as_they_are_and_the_same_row_
     made, order = losses.round_stochastically(grads, logits, targets, 3), torch.tensor([5, 3, 1, 0, 2, 4])
     assert torch.equal(losses.round_stochastically(grads[order], logits[order], targets[order], 3), made[order])
     assert not torch.equal(made, grads.bfloat16().float())
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("kept", [2, 3])
+def test_the_kernel_draws_what_the_reference_draws(kept, monkeypatch):
+    """Of numbers that differ by 2^-18 of themselves, and units of 2^-4 or more, one in 2^14 goes the other way."""
+    given, terms = (draw(40, 301) * 4).bfloat16(), Terms(7)
+    targets = torch.arange(40, device=DEVICE) * 5 % 301
+    targets[0] = 300  # the last, which has no logit beside it
+    made = {}
+    for kernel in (False, True):
+        monkeypatch.setattr(losses, "has_kernel", lambda _, kernel=kernel: kernel)
+        over = given.clone()
+        losses.row_losses_(over, targets, 301, *terms, 1.0, kept)
+        _, lses = losses.row_losses(given, targets, 301, *terms)
+        later = losses.row_gradients(given, targets, lses, torch.ones(40, device=DEVICE), 301, *terms, kept)
+        made[kernel] = torch.stack([over, later]).float()
+    apart = made[True] != made[False]
+    assert apart.sum() <= 8  # of 24,080: 1.5 are expected at most, and more than 8 once in ten thousand times
+    assert ((made[True] - made[False]).abs() <= 2.0**-kept * made[False].abs()).all()
 
 
 def test_codes_of_a_row_that_is_not_finite_are_not(way):
