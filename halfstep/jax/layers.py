@@ -26,7 +26,7 @@ from halfstep.jax.cast import carried, quantize
 from halfstep.jax.dtypes import as_device, describe, dtype_of
 from halfstep.jax.fp8 import PREFIX
 from halfstep.jax.lowering import Casts, casts_of
-from halfstep.jax.matmul import as_dimensions, casted_dot, in_compute, plain_dot, product
+from halfstep.jax.matmul import as_dimensions, casted_dot, in_compute, once, plain_dot, product
 
 Params = Mapping[str, Array]
 """All parameters of a model, by their qualified names."""
@@ -136,7 +136,8 @@ def cross_entropy(
     """Returns the sum of -log softmax(logits)[target] over all targets: inside and out in the loss format.
 
     `head` are the casts of the layer that made the logits. If they narrow its gradient, natively, it is rounded
-    stochastically: to the nearest, every token would be off to the same side.
+    stochastically: to the nearest, every token would be off to the same side. Every target is a class; none is
+    ignored.
     """
     fmt, targets = casts.precision.loss, targets.astype(jnp.int32)
     kept = 0 if head is None else head.precision.kept_bits
@@ -403,7 +404,7 @@ def _likelihood_backward(
         grad = grad * (1.0 - jnp.square(capped / softcap))
     if bits:
         words = _drawn(logits, targets)
-        grad = quantize(grad, Format(8, bits), overflow="inf", rounding="stochastic", bits=words)
+        grad = quantize(once(grad), Format(8, bits), overflow="inf", rounding="stochastic", bits=words)
     return grad.astype(logits.dtype), None
 
 

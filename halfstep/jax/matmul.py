@@ -191,7 +191,7 @@ def _lower(
     """Returns an operand in its format, and what undoes its scale; a row runs along the contracted axes."""
     fmt = operand.format
     if is_narrow(fmt):
-        x = _once(x)
+        x = once(x)
         own = amax_of(x, operand, axes)
         amax: Array | None = own
         if operand.amax == "delayed":  # without a history, quantize_scaled refuses it
@@ -202,12 +202,12 @@ def _lower(
 
 
 @jax.custom_jvp
-def _once(x: Array) -> Array:
-    """Returns a tensor that becomes a narrow operand: `casted_dot` has its gradient, and that has none."""
+def once(x: Array) -> Array:
+    """Returns a tensor that becomes narrow: its gradient is known, and that of the gradient is refused."""
     return x
 
 
-@_once.defjvp
+@once.defjvp
 def _refuse_twice(*_: Any) -> Any:
     raise twice_error()
 

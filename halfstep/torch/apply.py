@@ -89,6 +89,12 @@ class Applied:
         return f"{self.policy}: {self.modules} modules, {held}"
 
 
+def put_layers_in_graph() -> None:
+    """Spares dynamo the code of linear layers, if it is loaded: it is once there are optimizers."""
+    if "torch._dynamo" in sys.modules:  # to import it takes seconds
+        put_in_graph(linear_in_graph, gelu_in_graph)
+
+
 def apply(
     model: nn.Module,
     policy: Policy,
@@ -108,8 +114,7 @@ def apply(
     plan.check_model(model, empty=not split)
     lean.check_memory(memory, model)
     keep_compiled()
-    if "torch._dynamo" in sys.modules:  # it is, wherever an optimizer was made; importing it takes seconds
-        put_in_graph(linear_in_graph, gelu_in_graph)
+    put_layers_in_graph()
     parameters, plans = trainable(model), plans_of(model)
     ruled, roles, masters, kept_whole = check_policy(model, policy, names, plans, empty=not split)
     base = base_precision(policy)

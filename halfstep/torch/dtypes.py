@@ -28,7 +28,8 @@ DTYPES: dict[Format, torch.dtype] = {
     parse("e4m3fnuz"): torch.float8_e4m3fnuz,
     parse("e5m2fnuz"): torch.float8_e5m2fnuz,
 }
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # a policy leaves other tensors alone
+NARROW = (torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, *NARROW)  # a policy leaves other tensors alone
 _FORMATS = {dtype: fmt for fmt, dtype in DTYPES.items()}
 # By kind of device: whether 8-bit operands with one scale per row have a kernel whose result is fp32. Filled when
 # a model is prepared: compiled code can read it but could not try.

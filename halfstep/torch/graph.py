@@ -85,7 +85,7 @@ class _Graph:
     rates: list[tuple[Optimizer, dict[str, Any], Tensor]]
     momenta: list[tuple[Muon, Tensor]]
     result: Any  # that it writes
-    held: list[Any]  # what it reads or writes by address, and what its key names by identity
+    held: list[Any]  # what it reads or writes by address
 
 
 class StepGraph:
@@ -95,7 +95,7 @@ class StepGraph:
         self.run, self._plain_step, self._make = run, plain_step, graphs
         self._graphs: Any = None
         self._captured: dict[Key, _Graph] = {}
-        self._seen: dict[Key, Any] = {}  # with the loss function, which the key names by identity
+        self._seen: dict[Key, None] = {}
         self._places: list[int] = []
         self._scale: ScaleState | None = None
 
@@ -115,7 +115,7 @@ class StepGraph:
             self._places, self._graphs = places, None  # torch captures nothing into a pool whose graphs are gone
         if self._graphs is None:
             self._graphs = self._make(run.device)
-        if key not in self._captured and not self._is_second(key, loss_fn):
+        if key not in self._captured and not self._is_second(key):
             return self._warm(loss_fn, batches), False
         run.check_parameters()
         run.masters.check_writes()
@@ -123,7 +123,7 @@ class StepGraph:
             self._captured[key] = self._capture(loss_fn, tensors, leaves, form)
         return self._replay(self._captured[key], tensors), True
 
-    def _is_second(self, key: Key, loss_fn: Any) -> bool:
+    def _is_second(self, key: Key) -> bool:
         if key in self._seen:
             return True
         if len(self._seen) == MOST:
@@ -134,7 +134,7 @@ class StepGraph:
                 f"{' and '.join(differ)} changed again",
                 hint=f"pad micro-batches to a few shapes and pass the same loss function; or {PLAIN}",
             )
-        self._seen[key] = loss_fn
+        self._seen[key] = None
         return False
 
     def _warm(self, loss_fn: LossFn, batches: list[Any]) -> Any:
@@ -261,10 +261,10 @@ def why_not_with(device: torch.device, optimizers: Sequence[torch.optim.Optimize
     )
 
 
-def check_graph(why: str) -> None:
+def check_graph(why: str, hint: str = PLAIN) -> None:
     """Refuses a graph for a reason, if there is one."""
     if why:
-        raise HalfstepError(f"the step cannot be a CUDA graph: {why}", hint=PLAIN)
+        raise HalfstepError(f"the step cannot be a CUDA graph: {why}", hint=hint)
 
 
 def has_graphs(device: torch.device) -> bool:
@@ -285,15 +285,28 @@ def _settings(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     return (*groups, isinstance(optimizer, Muon) and isinstance(optimizer.momentum_now, Tensor))
 
 
+class _Same:
+    """An object as a part of a key, equal to itself alone. The key keeps it: a new one would get its place."""
+
+    def __init__(self, it: Any):
+        self.it = it
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.it is self.it
+
+    def __hash__(self) -> int:
+        return id(self.it)
+
+
 def _identity(function: Any) -> tuple[Any, ...]:
     """Returns what a function is: a lambda that is made anew at each step is the same one if it sees the same."""
     if isinstance(function, MethodType):
-        return (id(function.__self__), *_identity(function.__func__))
+        return (_Same(function.__self__), *_identity(function.__func__))
     if not isinstance(function, FunctionType):
-        return (id(function),)
+        return (_Same(function),)
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     seen = [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    return (function.__code__, *(x if isinstance(x, int | float | str | None) else id(x) for x in seen))
+    return (function.__code__, *(x if isinstance(x, int | float | str | None) else _Same(x) for x in seen))
 
 
 def _checked(leaves: Sequence[Any], device: torch.device) -> list[Tensor]:

@@ -38,7 +38,7 @@ from halfstep.core.errors import FormatError, HalfstepError
 from halfstep.core.formats import BF16, FP32, Format, parse
 from halfstep.core.policy import Policy, as_policy
 from halfstep.core.precision import Precision, base_precision
-from halfstep.core.refusal import named_format
+from halfstep.core.refusal import NARROW_ONCE, named_format
 from halfstep.torch import losses
 from halfstep.torch.compile_cache import put_in_graph
 from halfstep.torch.dtypes import FLOATS, dtype_of, format_of
@@ -67,6 +67,7 @@ from halfstep.torch.matmul import (
     eager_linear,
     gelu_in_graph,
     linear_in_steps,
+    refuse_transforms,
     scores_in_steps,
     why_not_fused,
 )
@@ -74,7 +75,16 @@ from halfstep.torch.norms import normalized
 from halfstep.torch.recompute import NODE, Again, again, dropping
 from halfstep.torch.split.holder import Holder
 from halfstep.torch.split.operand import is_split, operand_of, through
-from halfstep.torch.tracing import Origin, gelu_of, mark_new, note_linear, rows_of_layer, transforming
+from halfstep.torch.tracing import (
+    Origin,
+    gelu_of,
+    kept_of,
+    mark_new,
+    note_kept,
+    note_linear,
+    rows_of_layer,
+    transforming,
+)
 
 # How torch may compute attention. On these devices it has kernels that never store the scores, and may take none.
 FUSED_ON = ("cuda",)
@@ -202,6 +212,7 @@ def _traced_linear(
     parts = (values, owner, None if bias is None else bias.detach(), bias)
     if casts.wide is not None:
         y = narrow_linear(x, values, owner, bias, casts, history)
+        y = note_kept(y, casts.precision.kept_bits)
         return note_linear(y, x, parts, casts, history) if followed else y
     origin = None if not followed or epilogue.device_lacks(x.device) else gelu_of(x)
     if origin is not None and origin.casts is casts and not why_not_fused(x, origin.weight[0], values, casts):
@@ -387,6 +398,7 @@ def additive(mask: Tensor | None, dtype: torch.dtype) -> Any:
 
 def cross_entropy(logits: Tensor, targets: Tensor, casts: Casts, softcap: float = 0.0) -> Tensor:
     """Returns the sum of -log softmax(logits)[target] over all targets: inside and out in the loss format."""
+    check_targets(targets, logits.shape[:-1])
     with torch._C.DisableTorchFunction():
         if not losses.why_not(logits, logits.dtype, casts):
             rows, terms = (logits.flatten(0, -2), targets.flatten()), losses.Terms(softcap=softcap)
@@ -395,6 +407,21 @@ def cross_entropy(logits: Tensor, targets: Tensor, casts: Casts, softcap: float 
         if softcap:
             inside = softcap * torch.tanh(inside / softcap)
         return island(F.cross_entropy(inside, targets.flatten(), reduction="sum"), "loss", casts)  # type: ignore[no-any-return]
+
+
+def check_targets(targets: Tensor, rows: torch.Size) -> None:
+    """Refuses targets of a loss that are not one class for each row."""
+    if targets.shape != rows or targets.is_floating_point():
+        given = f"{str(targets.dtype).removeprefix('torch.')} of shape {tuple(targets.shape)}"
+        raise HalfstepError(
+            f"targets are {given}, and there are {tuple(rows)} rows", hint="give the index of a class for each row"
+        )
+
+
+def check_chunks(chunks: int) -> None:
+    """Refuses numbers of chunks that are none."""
+    if chunks < 1:
+        raise HalfstepError(f"a loss in {chunks} chunks", hint="1 is all tokens at once; more take less memory")
 
 
 def linear_cross_entropy(
@@ -412,11 +439,15 @@ def linear_cross_entropy(
 
     For casts that are `direct` or narrow, with an fp32 loss. Beside it, `size` elements of the logits' gradient.
     """
+    check_targets(targets, x.shape[:-1])
+    check_chunks(chunks)
     with torch._C.DisableTorchFunction():
         if torch._C._is_any_autocast_enabled():
             raise autocast_error()
         x, targets = x if x.dtype is casts.compute else x.to(casts.compute), targets.flatten()
         if transforming():
+            if casts.wide is not None:
+                refuse_transforms(*NARROW_ONCE)
             values, owner = operand_of(weight, casts.whole)
             logits = linear_in_steps(x, values, check_transformed(owner, casts), bias, casts)
             return losses.in_torch(logits.flatten(0, -2), targets, terms).sum(), None
@@ -458,15 +489,15 @@ def loss_of_layer(logits: Tensor, lean: bool) -> Callable[[Tensor, losses.Terms]
 def kept_by_layer(logits: Tensor) -> int:
     """Returns how many bits of mantissa the layer that made logits keeps of their gradient; 0 for all."""
     if torch.compiler.is_compiling():
-        origin = _origin_of(logits)
-        return 0 if origin is None else int(origin.casts.precision.kept_bits)
+        return kept_of(logits)
     node: Any = logits.grad_fn
     while node is not None and node.name() in _VIEWS:
         node = node.next_functions[0][0]
     return int(node.casts.precision.kept_bits) if isinstance(node, Narrow._backward_cls) else 0  # type: ignore[attr-defined]
 
 
-_VIEWS = {f"{name}Backward0" for name in ("View", "ReshapeAlias", "UnsafeView", "Alias", "Slice", "Clone")}
+_MOVES = "View ReshapeAlias UnsafeView Alias Slice Select Index Squeeze Unsqueeze Transpose Permute Clone"
+_VIEWS = {f"{name}Backward{overload}" for name in _MOVES.split() for overload in (0, 1)}
 
 
 def _origin_of(logits: Tensor) -> Origin | None:

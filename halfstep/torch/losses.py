@@ -39,12 +39,12 @@ from torch._C import _len_torch_dispatch_stack
 from halfstep.core.cast_constants import GOLDEN, MIXERS
 from halfstep.core.formats import Format
 from halfstep.torch.cast import quantize
+from halfstep.torch.dtypes import NARROW
 from halfstep.torch.kernels import has_triton
 from halfstep.torch.lowering import Casts
 from halfstep.torch.matmul import lacks, matmul, once, rows_of
 from halfstep.torch.tracing import compiling, transforming
 
-NARROW = (torch.bfloat16, torch.float16)
 LEAN_CHUNKS = 4  # a quarter of the logits is less than what two or three layers keep; each costs a pass
 
 
@@ -60,9 +60,10 @@ class Terms(NamedTuple):
 # fp16 has no exponent to spare for shares of a vocabulary.
 SCALES = {torch.float16: 2.0**14}
 ONCE = (
-    "cross-entropy of narrow logits",
-    "widen the logits first: F.cross_entropy(logits.float(), targets) can be differentiated twice",
+    "cross-entropy in one pass over the logits",
+    "compute it in torch's own functions, of logits in fp64: F.cross_entropy(linear(x).double(), targets)",
 )
+REDUCTIONS = ("none", "mean", "sum")
 
 PLAIN = Terms()
 _WORD = 0xFFFFFFFF
@@ -166,19 +167,19 @@ def linear_gradients(
         rows, w, targets, chunks, needs, width, size
     )
     start = 0
-    for part, wanted in zip(chunked(rows, chunks), chunked(targets, chunks), strict=True):
+    for some, wanted in zip(chunked(rows, chunks), chunked(targets, chunks), strict=True):
         first = start == 0
-        logits = _logits(part, w, b)
+        logits = _logits(some, w, b)
         losses = row_losses_(logits, wanted, width, ignored, smoothing, cap, z_loss, factor).sum()
         total = losses if first else total + losses
         sample = sample_of(logits[:, :width], size, factor) if first else sample
         if needs[0]:
-            grad_input[start : start + part.shape[0]] = matmul(logits, w, torch.float32)
+            grad_input[start : start + some.shape[0]] = matmul(logits, w, torch.float32)
         if needs[1]:
-            _add_product(grad_weight, logits.t(), part, first)
+            _add_product(grad_weight, logits.t(), some, first)
         if needs[2]:
             add(grad_bias, logits.sum(0, dtype=torch.float32), first)
-        start += part.shape[0]
+        start += some.shape[0]
     return total, grad_input, grad_weight, grad_bias, sample
 
 
@@ -446,6 +447,8 @@ def torch_loss(
         or input.dim() != 2
         or target.dim() != 1
         or target.is_floating_point()
+        or input.shape[0] != target.shape[0]  # which torch refuses
+        or reduction not in REDUCTIONS
         or why_not(input, input.dtype)
     ):
         return None
@@ -470,7 +473,7 @@ def linear_losses(
         return Linear.apply(x, values, owner, given, bias, targets, terms, chunks, needs, size, casts)  # type: ignore[no-any-return]
     rows, w, b = operands(x, values, given, casts)
     pairs = zip(chunked(rows, chunks), chunked(targets, chunks), strict=True)
-    sums = [row_losses(_logits(part, w, b), wanted, values.shape[0], *terms)[0].sum() for part, wanted in pairs]
+    sums = [row_losses(_logits(some, w, b), wanted, values.shape[0], *terms)[0].sum() for some, wanted in pairs]
     return torch.stack(sums).sum(), None
 
 

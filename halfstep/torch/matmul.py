@@ -24,6 +24,7 @@ from torch import Tensor
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import Format
 from halfstep.torch.cast import carried
+from halfstep.torch.dtypes import NARROW
 from halfstep.torch.kernels import epilogue
 from halfstep.torch.kernels.activations import gelu
 from halfstep.torch.lowering import Casts
@@ -31,7 +32,6 @@ from halfstep.torch.split.operand import through
 from halfstep.torch.tracing import recording, transforming
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
-NARROW = (torch.bfloat16, torch.float16)
 LARGE = 4096  # outputs, such as a vocabulary's, from which on a slow kernel counts
 
 

@@ -32,6 +32,8 @@ def _is_for_kernel(x: Tensor, gain: Any, bias: Any, shape: torch.Size, out: torc
     if torch.compiler.is_compiling() or transforming() or not has_triton() or shape.numel() > WIDEST:
         return False
     narrow = x.dtype is not torch.float32 or out is not torch.float32
+    if gain is None and bias is not None:  # which has no gradient there
+        return False
     return narrow and (gain is None or (gain.is_contiguous() and (bias is None or bias.is_contiguous())))
 
 

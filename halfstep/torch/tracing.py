@@ -12,7 +12,7 @@ and that no function of the model's own code was given (`touch`), not even to re
 computed twice. Views share the mark. A square finds the relu before it in the same way.
 
 In the same way the cross-entropy of a layer's logits finds the layer (losses.py), through views that keep the
-rows, to which nobody may have written.
+rows, to which nobody may have written; and through any view, how many bits the layer keeps of their gradient.
 """
 
 import threading
@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 _UNTOUCHED, _ORIGIN, _ROWS = "halfstep_untouched", "halfstep_origin", "halfstep_rows"
-_RELU_OF = "halfstep_relu_of"
-NARROW = "halfstep_narrow"  # of logits that were widened, the narrow ones (functions/widened.py)
+_RELU_OF, _KEPT = "halfstep_relu_of", "halfstep_kept"
+NARROW_LOGITS = "halfstep_narrow"  # of logits that were widened, the narrow ones (functions/widened.py)
 
 
 class _Local(threading.local):
@@ -88,7 +88,7 @@ def is_marked(y: Tensor) -> bool:
 
 def is_noted(x: Tensor) -> bool:
     """Whether anything is known of a tensor."""
-    return hasattr(x, _UNTOUCHED) or hasattr(x, NARROW)
+    return hasattr(x, _UNTOUCHED) or hasattr(x, NARROW_LOGITS)
 
 
 def touch(given: Any) -> None:
@@ -143,6 +143,25 @@ def relu_of(y: Tensor) -> Tensor | None:
     """Returns what a tensor is the relu of, if neither was touched."""
     x, untouched = getattr(y, _RELU_OF) if hasattr(y, _RELU_OF) else (None, ())
     return x if x is not None and all(untouched) else None
+
+
+def note_kept(y: Tensor, bits: int) -> Tensor:
+    """Returns the result of a layer that keeps so many bits of mantissa of its gradient; 0 for all."""
+    if bits:
+        mark_new(y)
+        setattr(y, _KEPT, bits)
+    return y
+
+
+def kept_of(y: Tensor) -> int:
+    """Returns how many bits of mantissa are kept of a tensor's gradient; 0 for all."""
+    return getattr(y, _KEPT) if hasattr(y, _KEPT) else 0  # type: ignore[no-any-return]
+
+
+def hand_on_kept(y: Tensor, x: Tensor) -> None:
+    """Notes of a view what is noted of the tensor."""
+    if hasattr(x, _KEPT):
+        setattr(y, _KEPT, getattr(x, _KEPT))
 
 
 def rows_of_layer(y: Tensor) -> Origin | None:

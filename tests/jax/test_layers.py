@@ -287,6 +287,8 @@ def test_the_gradient_of_a_narrow_heads_logits_is_rounded_stochastically_as_on_t
     # these 19,264 more than eight once in a hundred million.
     assert (found != expected).sum() <= 8
     assert (np.abs(found - expected) <= 2.0**-2 * np.abs(expected)).all()
+    with pytest.raises(HalfstepError, match="cannot be differentiated twice"):
+        jax.grad(lambda z: of_loss(z, targets, narrow(fp8)).astype(jnp.float32).sum())(logits)
 
 
 def test_cudnn_attends_where_it_can(monkeypatch):

@@ -9,7 +9,7 @@ from torch import nn
 from torch._functorch._aot_autograd import autograd_cache
 
 from halfstep.core.formats import E4M3
-from halfstep.torch import compile_cache, losses
+from halfstep.torch import apply, compile_cache, losses
 from halfstep.torch.dtypes import supported
 from halfstep.torch.step import prepare
 
@@ -87,3 +87,12 @@ def test_other_code_of_ours_has_another_key(key_of, monkeypatch):
         assert torch.compiler.config.cache_key_tag == "theirs halfstep-other"
     with torch.compiler.config.patch(cache_key_tag=""):
         assert len({before, theirs, key_of("bf16-mixed")}) == 3
+
+
+def test_a_model_that_gets_its_optimizers_later_is_traced_as_any_other(monkeypatch):
+    put: list[str] = []
+    monkeypatch.setattr(apply, "put_in_graph", lambda *functions: put.extend(f.__name__ for f in functions))
+    run = prepare(net := Net(), None, "bf16-mixed")
+    put.clear()
+    run.attach(torch.optim.AdamW(net.parameters()))
+    assert put == ["linear_in_graph", "gelu_in_graph"]

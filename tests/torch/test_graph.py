@@ -233,6 +233,24 @@ def test_what_python_knew_at_the_capture_is_noticed_when_it_changes(change):
     assert same(*both(change))
 
 
+def test_a_loss_that_reads_a_new_tensor_at_each_step_is_not_replayed_with_an_old_one():
+    """Python gives a new object the place of one that is gone, and with it the same id."""
+
+    def losses_of(run, steps):
+        loss, weight = loss_of(run), torch.ones(1, device=DEVICE)
+
+        def weighted(batch):
+            return loss(batch) * weight.sum()
+
+        for step in range(steps):
+            weight = torch.full((1,), 1.0 + step, device=DEVICE)
+            yield float(run.step(weighted, batches(0)).loss)
+
+    assert [*losses_of(make(), 8)] == [*losses_of(make(graph=False), 8)]
+    with refuses(HalfstepError, "the loss function changed again", "the same loss function"):
+        [*losses_of(make(), 9)]
+
+
 def test_shapes_may_take_turns_and_each_is_captured_once():
     plain, replayed = make(graph=False), make()
     for run in (plain, replayed):

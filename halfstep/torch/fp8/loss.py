@@ -39,6 +39,7 @@ from halfstep.torch.losses import (
     add,
     chunked,
     empty_gradients,
+    linear_losses,
     row_losses,
     row_losses_,
 )
@@ -52,6 +53,9 @@ def narrow_losses(
     history: History | None, terms: Terms, chunks: int = 1, size: int = 0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """As losses.linear_losses, of a layer with narrow operands."""
+    if not x.numel():  # nothing to scale
+        assert casts.wide is not None
+        return linear_losses(x, values, owner, bias, targets, casts.wide, terms)
     needs = (x.requires_grad, owner.requires_grad, bias is not None and bias.requires_grad)
     if not (torch.is_grad_enabled() and any(needs)):
         logits = rows_of(narrow_linear(x, values, owner, bias, casts, history))
@@ -79,10 +83,10 @@ def chunk_gradients(
     amax = amax_of(rows, operand) if has_one_scale(operand) else None
     total, grad_input, *sums, sample = empty_gradients(rows, values, targets, chunks, needs, width, size)
     start = 0
-    for part, wanted in zip(chunked(rows, chunks), chunked(targets, chunks), strict=True):
-        tokens, first, part = part.shape[0], start == 0, padded(part, casts)
-        logits, kept = output(part, values, bias, None, casts, part.shape[0], amax)
-        wanted = F.pad(wanted, (0, part.shape[0] - tokens), value=ignored)
+    for some, wanted in zip(chunked(rows, chunks), chunked(targets, chunks), strict=True):
+        tokens, first, some = some.shape[0], start == 0, padded(some, casts)
+        logits, kept = output(some, values, bias, None, casts, some.shape[0], amax)
+        wanted = F.pad(wanted, (0, some.shape[0] - tokens), value=ignored)
         terms = (ignored, smoothing, cap, z_loss)
         sample = sample_before(logits[:tokens], wanted, size, terms, casts) if first else sample
         losses = row_losses_(logits, wanted, width, *terms, factor, casts.precision.kept_bits).sum()

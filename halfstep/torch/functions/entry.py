@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
@@ -12,8 +11,6 @@ from halfstep.core.audit.reached import IN_COMPUTE
 from halfstep.torch.dtypes import FLOATS
 from halfstep.torch.lowering import Casts
 from halfstep.torch.split.operand import is_split, widened
-
-NARROW = (torch.bfloat16, torch.float16)
 
 
 class Skip:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.torch.functions.entry import NARROW
+from halfstep.torch.dtypes import NARROW
 
 _MOVES = (
     "view view_as reshape flatten unflatten unsqueeze squeeze transpose swapaxes movedim permute t narrow select "

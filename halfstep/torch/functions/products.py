@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from halfstep.torch.cast import carried
-from halfstep.torch.dtypes import FLOATS
-from halfstep.torch.functions.entry import NARROW, Entry, Scope, Skip, is_weight, mapped, tensors_of, whole
+from halfstep.torch.dtypes import FLOATS, NARROW
+from halfstep.torch.functions.entry import Entry, Scope, Skip, is_weight, mapped, tensors_of, whole
 from halfstep.torch.layers import linear
 from halfstep.torch.lowering import Casts, enter, rounded
 from halfstep.torch.matmul import (

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from halfstep.core.errors import PolicyError
 from halfstep.core.formats import FP32
-from halfstep.torch.dtypes import FLOATS
-from halfstep.torch.functions.entry import NARROW, Entry, Scope, Skip, is_weight, mapped, tensors_of, whole
+from halfstep.torch.dtypes import FLOATS, NARROW
+from halfstep.torch.functions.entry import Entry, Scope, Skip, is_weight, mapped, tensors_of, whole
 from halfstep.torch.functions.products import ADDED, EINSUM, GROUPED, KERNEL, LINEAR, MATMUL, WIDENED
 from halfstep.torch.functions.widened import either, is_for_loss, widen
 from halfstep.torch.layers import additive, embedding, kept_by_layer, loss_of_layer, weighted_attention

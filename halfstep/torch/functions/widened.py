@@ -6,7 +6,7 @@ is widened, and what comes out is an ordinary fp32 tensor. Views of it are `Wide
 `F.cross_entropy` reads the narrow numbers.
 
 Writing to it in place makes it hold an fp32 copy, as `.float()` would have made, and the logits stay as they are.
-Writing to a view of it is refused: the other views would not see it.
+Once there are views of it, writing is refused: the others would not see it.
 
 **In code that is traced** it is an ordinary fp32 tensor, since dynamo cannot trace all methods of subclasses. The
 narrow numbers are an attribute of it, which the function mode hands on from view to view (`follow`) and reads at
@@ -27,10 +27,10 @@ from halfstep.core.errors import HalfstepError
 from halfstep.torch.functions.entry import mapped, tensors_of
 from halfstep.torch.layers import kept_by_layer
 from halfstep.torch.losses import torch_loss, why_not
-from halfstep.torch.tracing import NARROW, is_marked, note_rows, rows_of_layer
+from halfstep.torch.tracing import NARROW_LOGITS, hand_on_kept, is_marked, note_rows, rows_of_layer
 
 LARGE = 4096  # columns, as of a vocabulary: below, a copy costs little
-_WIDE, _VIEW = "halfstep_wide", "halfstep_is_view"
+_WIDE, _VIEWED = "halfstep_wide", "halfstep_viewed"
 _INTACT, _BY_LAYER = "halfstep_intact", "halfstep_by_layer"
 
 
@@ -84,7 +84,7 @@ class Widened(Tensor):
                 if loss is not None:
                     return loss
             if narrow and func in VIEWS:
-                return _view(func(*args, **kwargs))
+                return _view(func(*args, **kwargs), args[0])
             if narrow and (func is Tensor.float or (func is Tensor.to and _changes_nothing(x, args, kwargs))):
                 return x
             if func in LOOKS:
@@ -111,7 +111,7 @@ def is_for_loss(x: Tensor) -> bool:
 
 def wide_of(x: Tensor) -> Tensor:
     """Returns an fp32 tensor of a `Widened`, any other as it is."""
-    if torch.compiler.is_compiling() and hasattr(x, NARROW):
+    if torch.compiler.is_compiling() and hasattr(x, NARROW_LOGITS):
         return x.view_as(x)  # without its attributes
     if not isinstance(x, Widened):
         return x
@@ -125,7 +125,7 @@ def wide_of(x: Tensor) -> Tensor:
 def narrowed(args: Any) -> Any:
     """Returns the arguments of a loss with the narrow logits in place of those that were widened."""
     x = args[0] if args else None
-    return (getattr(x, NARROW), *args[1:]) if _is_tagged(x) and getattr(x, _INTACT) else args
+    return (getattr(x, NARROW_LOGITS), *args[1:]) if _is_tagged(x) and getattr(x, _INTACT) else args
 
 
 def follow(func: Any, args: Any, kwargs: Any, y: Any) -> Any:
@@ -137,7 +137,7 @@ def follow(func: Any, args: Any, kwargs: Any, y: Any) -> Any:
     _follow_rows(func, x, y)
     if not _is_tagged(x):
         return y
-    narrow, intact = getattr(x, NARROW), getattr(x, _INTACT)
+    narrow, intact = getattr(x, NARROW_LOGITS), getattr(x, _INTACT)
     if func is _UNFLATTEN or func in _ENDS:
         intact.clear()  # a list that all views share
     elif func is Tensor.float or (func is Tensor.to and _changes_nothing(x, args, kwargs)):
@@ -172,6 +172,8 @@ def settled(y: Any) -> Any:
 
 
 def _follow_rows(func: Any, x: Tensor, y: Any) -> None:
+    if func in VIEWS or func in MORE_VIEWS:
+        hand_on_kept(y, x)
     origin = rows_of_layer(x)
     if origin is None:
         return
@@ -182,11 +184,11 @@ def _follow_rows(func: Any, x: Tensor, y: Any) -> None:
 
 
 def _is_tagged(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype is torch.float32 and hasattr(x, NARROW)
+    return isinstance(x, Tensor) and x.dtype is torch.float32 and hasattr(x, NARROW_LOGITS)
 
 
 def _tagged(y: Any, narrow: Tensor, intact: list[bool]) -> Tensor:
-    setattr(y, NARROW, narrow)
+    setattr(y, NARROW_LOGITS, narrow)
     setattr(y, _INTACT, intact)
     return y
 
@@ -200,16 +202,17 @@ def _changes_nothing(x: Any, args: Any, kwargs: Any) -> bool:
     return all(option is torch.float32 or option == x.device for option in asked if option is not False)
 
 
-def _view(y: Tensor) -> Tensor:
+def _view(y: Tensor, x: Tensor) -> Tensor:
     y = y.as_subclass(Widened)
-    setattr(y, _VIEW, True)
+    setattr(x, _VIEWED, True)
+    setattr(y, _VIEWED, True)
     return y
 
 
 def _write(func: Any, x: Widened, args: Any, kwargs: Any) -> Any:
-    if hasattr(x, _VIEW):
+    if hasattr(x, _VIEWED):
         raise HalfstepError(
-            "logits that the model widened with .float() are written to through a view of them",
+            "logits that the model widened with .float() are written to, and there are views of them",
             hint="write to them before they are reshaped, or out of place: logits = logits.masked_fill(...)",
         )
     wide = _wide(x)

@@ -88,10 +88,8 @@ class Update:
         if self._grads != (CAPTURED.epoch, addresses):
             fill(self._table, GRAD.value * tensors, addresses)
             self._grads = CAPTURED.epoch, addresses
-        if self._betas != (
-            CAPTURED.epoch,
-            betas,
-        ):  # in fp64, as bits: a number that is passed to a kernel becomes fp32
+        if self._betas != (CAPTURED.epoch, betas):
+            # In fp64, as bits: a number that is passed to a kernel becomes fp32.
             fill(self._table, BETAS.value * tensors, struct.unpack("<2q", struct.pack("<2d", *betas)))
             self._betas = CAPTURED.epoch, betas
         counted = (self._table, self._paces, self._roots, rate, found_inf, tensors, COUNTED)

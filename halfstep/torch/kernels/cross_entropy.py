@@ -102,6 +102,7 @@ def _launch(
 ) -> None:  # fmt: skip
     if not logits.shape[0]:
         return
+    targets = targets.contiguous()
     block = min(BLOCK, triton.next_power_of_2(width))
     sizes = (width, grads.shape[1], logits.stride(0), grads.stride(0), block)
     ignored, smoothing, cap, z_loss = terms

@@ -16,10 +16,8 @@ from torch import Tensor
 from halfstep.config.groups import NEWTON_SCHULZ
 from halfstep.core.formats import Format
 from halfstep.torch.cast import carried
-from halfstep.torch.dtypes import dtype_of
+from halfstep.torch.dtypes import NARROW, dtype_of
 from halfstep.torch.kernels import has_triton
-
-NARROW = (torch.bfloat16, torch.float16)
 
 
 def orthogonalize(matrices: Tensor, iteration: Format, steps: int = 5, *, emulate: bool = False) -> Tensor:

@@ -14,7 +14,7 @@ from halfstep.core.formats import FP32
 from halfstep.core.policy import Policy
 from halfstep.core.roles import Param
 from halfstep.core.scaling import ScaleState
-from halfstep.torch.apply import Applied, split_now
+from halfstep.torch.apply import Applied, put_layers_in_graph, split_now
 from halfstep.torch.convert.known_packages import SHARD_ORDER
 from halfstep.torch.dtypes import dtype_of
 from halfstep.torch.optim.adamw import Optimizer
@@ -91,6 +91,7 @@ class RunParts:
 
     def take(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Takes optimizers that were checked. The model may have been moved since it was prepared."""
+        put_layers_in_graph()
         empty = [name for name, p in self.model.named_parameters() if p.is_meta]
         if empty:
             raise HalfstepError(

@@ -20,7 +20,8 @@ from torch.overrides import resolve_name
 
 from halfstep.core.audit.reached import Reached, Row
 from halfstep.torch import layers
-from halfstep.torch.functions.entry import NARROW, Entry, Scope, Skip, tensors_of
+from halfstep.torch.dtypes import NARROW
+from halfstep.torch.functions.entry import Entry, Scope, Skip, tensors_of
 from halfstep.torch.functions.mode import WATCHERS
 from halfstep.torch.functions.table import ATTENTION, SENSITIVE, meets
 from halfstep.torch.lowering import bypass_mode, enter

@@ -50,6 +50,17 @@ def passed(policy, incoming, *, fused):
     return [loss.detach(), x.grad, w.grad, b.grad, *([past.pending] if past else [])]
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("policy", policies(FP8, ROWS, *OTHERS))
+def test_of_no_tokens_it_is_nothing(policy, chunks):
+    x, w = torch.zeros(0, 32).bfloat16().requires_grad_(), draw(OUTPUTS, 32).requires_grad_()
+    loss, _ = linear_cross_entropy(x, w, None, targets_of(4)[:0], casts(policy), TERMS, chunks)
+    loss.backward()
+    assert loss == 0
+    assert x.grad.shape == x.shape
+    assert not w.grad.any()
+
+
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("policy", policies(FP8, ROWS, DELAYED, *OTHERS))
 def test_it_is_the_layer_and_then_the_loss_bit_for_bit(policy, parts, monkeypatch):

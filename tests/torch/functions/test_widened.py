@@ -9,7 +9,9 @@ from torch._dynamo.backends.common import aot_autograd
 
 from benchmarks import zoo
 from halfstep.core.errors import HalfstepError
+from halfstep.core.formats import E4M3
 from halfstep.torch import losses, prepare
+from halfstep.torch.dtypes import supported
 from halfstep.torch.functions import widened
 from halfstep.torch.functions.mode import within
 from halfstep.torch.functions.widened import Widened, widen
@@ -200,8 +202,13 @@ def test_it_is_fp32_to_other_code_and_the_logits_stay_as_they_are():
     assert torch.equal(z, x)
     assert (copy[0] == 2 + 2.0**-19).all()
     assert torch.equal(copy[1:] / 2, x[1:].float())
-    with pytest.raises(HalfstepError, match="through a view"):
+    with pytest.raises(HalfstepError, match="there are views"):
         widen(z).view(-1)[0] = 1.0
+    base = widen(z)
+    view = base.view(-1)
+    with pytest.raises(HalfstepError, match="there are views"):
+        base[0] = 1.0
+    assert torch.equal(view + 0, z.float().view(-1))
     assert isinstance(widen(z).view(-1), Widened)
 
 
@@ -296,3 +303,42 @@ def test_a_hook_of_the_logits_is_called_in_compiled_code(widened, rows, monkeypa
     monkeypatch.setitem(ENDS, "hooked", (hooked, False))
     _, grads, _ = ends("hooked", compiled=True)
     assert all(not grad.any() for grad in grads)
+
+
+class Head(nn.Module):
+    """A body whose result has no mark, and a head in fp8."""
+
+    def __init__(self, of_logits):
+        super().__init__()
+        self.body, self.head, self.of_logits = nn.Linear(16, 16), nn.Linear(16, 48, bias=False), of_logits
+
+    def forward(self, x, targets):
+        logits = self.head(F.silu(self.body(x)))
+        return self.of_logits(logits, targets), logits
+
+
+MOVED = {
+    "as they are": (flat, 2),
+    "widened": (lambda z, t: flat(z.float(), t), 2),
+    "a slice": (lambda z, t: flat(z[:, :-1], t[:, 1:]), 2),
+    "a slice, widened": (lambda z, t: flat(z.float()[:, :-1].contiguous(), t[:, 1:]), 2),
+    "transposed": (lambda z, t: flat(z.transpose(0, 1), t.t()), 2),
+    "scaled": (lambda z, t: flat(z / 1.5, t), 0),
+}
+
+
+@pytest.mark.skipif(not supported(E4M3, "cpu"), reason=supported(E4M3, "cpu").reason)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("form", MOVED)
+def test_the_loss_knows_the_bits_that_a_narrow_head_keeps_of_a_gradient(form, compiled, rows, monkeypatch):
+    kept, real = [], losses.row_cross_entropy
+    monkeypatch.setattr(
+        losses, "row_cross_entropy", lambda z, t, terms, bits=0: kept.append(bits) or real(z, t, terms, bits)
+    )
+    of_logits, bits = MOVED[form]
+    model = Head(of_logits)
+    prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16-mixed; head: compute=e4m3,grad=e5m2")
+    torch.compiler.reset()
+    forward = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    forward(torch.randn(2, 8, 16), torch.arange(16).view(2, 8))
+    assert kept == [bits]

@@ -216,8 +216,9 @@ def test_rounded_stochastically_a_gradient_is_right_on_average_and_to_the_neares
 
 
 def test_rounded_stochastically_exact_numbers_stay_as_they_are_and_the_same_row_has_the_same_bits_anywhere():
-    logits, targets = draw(6, 40, dtype=torch.bfloat16), torch.tensor([0, 1, 38, 39, 5, 5])
-    exact_numbers = torch.tensor([0.0, -1.0, 0.75, 1.25 * 2.0**-20, torch.inf, torch.nan]).repeat(6, 7)[:, :40]
+    logits, targets = draw(6, 40, dtype=torch.bfloat16), torch.tensor([0, 1, 38, 39, 5, 5], device=DEVICE)
+    exact_numbers = torch.tensor([0.0, -1.0, 0.75, 1.25 * 2.0**-20, torch.inf, torch.nan], device=DEVICE)
+    exact_numbers = exact_numbers.repeat(6, 7)[:, :40]
     kept = losses.round_stochastically(exact_numbers, logits, targets, 2)
     assert torch.equal(kept.nan_to_num(7.0), exact_numbers.nan_to_num(7.0))
     grads = draw(6, 40, seed=1)
@@ -419,12 +420,49 @@ def test_torch_func_gets_torchs_functions(way):
 
 @pytest.mark.parametrize(
     ("options", "error"),
-    [({"reduction": "some"}, "reduction is"), ({"target": torch.zeros(3, dtype=torch.int64)}, "target is int64")],
+    [
+        ({"reduction": "some"}, "reduction is"),
+        (
+            {"target": torch.zeros(3, dtype=torch.int64)},
+            "targets are int64 of shape \\(3,\\), and",
+        ),
+        ({"target": torch.zeros(2, dtype=torch.int32)}, "targets are int32"),
+        ({"weight": torch.zeros(4, 5)}, "the weight is float32 of shape \\(4, 5\\), and the input has 4 features"),
+        ({"weight": torch.zeros(5, 4).long()}, "the weight is int64"),
+        ({"weight": torch.nn.Identity()}, "the weight is a Identity"),
+        ({"weight": torch.nn.Linear(4, 5), "bias": torch.zeros(5)}, "a Linear with a bias beside it"),
+        ({"bias": torch.zeros(1, 5)}, "the bias has shape"),
+        ({"label_smoothing": -0.1}, "label_smoothing is -0.1"),
+        ({"softcap": -3.0}, "softcap is -3.0"),
+        ({"softcap": math.inf}, "softcap is inf"),
+        ({"z_loss": math.nan}, "z_loss is nan"),
+        ({"chunks": 0}, "a loss in 0 chunks"),
+    ],
+    ids=str,
 )
 def test_arguments_that_mean_nothing_are_refused(options, error):
     given = {"input": torch.zeros(2, 4), "weight": torch.zeros(5, 4), "target": torch.zeros(2, dtype=torch.int64)}
     with pytest.raises(HalfstepError, match=error):
         linear_cross_entropy(**{**given, **options})
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_targets_may_be_a_column_of_others(reduction, way):
+    x, weight = draw(5, 8, dtype=torch.float16).requires_grad_(), draw(16, 8, seed=1)
+    columns = torch.stack([torch.arange(5), torch.zeros(5, dtype=torch.int64)], 1).to(DEVICE)
+    results = []
+    for target in (columns[:, 0], columns[:, 0].contiguous()):
+        loss = linear_cross_entropy(x, weight, target, reduction=reduction).sum()
+        results.append((loss.detach(), *torch.autograd.grad(loss, x)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_losses_that_torch_refuses_are_left_to_torch(way):
+    logits, target = draw(6, 16, dtype=torch.float16), torch.arange(6, device=DEVICE)
+    monkeyed = losses.torch_loss(logits, target)
+    assert (monkeyed is None) is (way == "plain")
+    assert losses.torch_loss(logits, target[:5]) is None
+    assert losses.torch_loss(logits, target, reduction="avg") is None
 
 
 @pytest.mark.prove

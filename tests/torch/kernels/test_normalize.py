@@ -106,4 +106,7 @@ def test_layers_of_narrow_inputs_use_the_kernels_unless_they_cannot(monkeypatch)
     assert rms_norm(wide, None, casts).dtype == torch.bfloat16
     assert layer_norm(x[:0], gain, gain, casts).shape == (0, 64)
     torch.func.vmap(lambda row: rms_norm(row, gain, casts))(x)
+    bias = gain.clone().requires_grad_()
+    layer_norm(x, None, bias, casts).sum().backward()
+    assert torch.equal(bias.grad, torch.full_like(bias, 3))
     assert len(taken) == 2
