@@ -2,7 +2,7 @@
 
     softmax, layer_norm, rms_norm     fp32 inside, backward too; the result in the dtype of the input
     cross_entropy                     fp32 inside and out
-    linear_cross_entropy              of x W^T + b: logits are in the dtype of x, and nobody else sees them
+    linear_cross_entropy              of x W^T + b, whose logits nobody else sees
 
 Under torch.compile too. `prepare` gives these modules the format of their role, as it does torch's own.
 """
@@ -16,8 +16,12 @@ from torch import Tensor, nn
 
 from halfstep.core.errors import HalfstepError
 from halfstep.torch import layers
-from halfstep.torch.layers import casts_like, linear
-from halfstep.torch.losses import Terms, in_torch, mean_of, row_cross_entropy
+from halfstep.torch.fp8.delayed import History
+from halfstep.torch.functions.mode import WATCHERS, scope_now
+from halfstep.torch.functions.products import LINEAR
+from halfstep.torch.layers import CastedLinear, casts_like, linear
+from halfstep.torch.losses import REDUCTIONS, Terms, in_torch, mean_of, row_cross_entropy
+from halfstep.torch.lowering import Casts, island
 from halfstep.torch.tracing import transforming
 
 
@@ -51,7 +55,7 @@ def cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None, *
 
 def linear_cross_entropy(
     input: Tensor,
-    weight: Tensor,
+    weight: Tensor | nn.Linear,
     target: Tensor,
     bias: Tensor | None = None,
     *,
@@ -64,27 +68,80 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`cross_entropy(linear(input, weight, bias), target)` in fewer passes and less memory.
 
-    Everything is multiplied in the dtype of the input, whatever the weight is held in; the gradients of weight and
-    bias are fp32. `softcap` makes logits softcap tanh(logits / softcap), `z_loss` times log(sum(exp(logits)))^2 is
-    added to each loss. With `chunks` > 1 the logits of one part of the tokens exist at a time, and none later.
+    Of a layer, `linear_cross_entropy(x, self.head, target)`, it has the layer's parameters and precision. Of a
+    weight inside a model with a policy it is computed in the policy's compute format, as `F.linear` is; elsewhere
+    in the dtype of the input, whatever the weight is held in. The gradients of weight and bias are fp32. `softcap`
+    makes logits softcap tanh(logits / softcap), `z_loss` times log(sum(exp(logits)))^2 is added to each loss.
 
-    The logits' gradient is written over them in the forward pass, unless `reduction` is "none".
+    The logits' gradient is written over them in the forward pass, and with `chunks` > 1 the logits of one part of
+    the tokens exist at a time, and none later. Neither if `reduction` is "none".
     """
-    if reduction not in ("none", "mean", "sum"):
-        raise HalfstepError(f"reduction is {reduction!r}", hint="it is 'none', 'mean' or 'sum'")
-    if target.shape != input.shape[:-1] or target.is_floating_point():
-        raise HalfstepError(
-            f"target is {str(target.dtype).removeprefix('torch.')} of shape {tuple(target.shape)}, and input has "
-            f"{tuple(input.shape[:-1])} rows",
-            hint="give the index of a class for each row of input",
-        )
-    terms, casts = Terms(ignore_index, label_smoothing, softcap, z_loss), casts_like(input)
+    layer = None
+    if not isinstance(weight, Tensor):
+        layer = weight
+        if not isinstance(layer, nn.Linear) or bias is not None:
+            raise HalfstepError(
+                f"the weight is a {type(layer).__name__}" + (" with a bias beside it" if bias is not None else ""),
+                hint="pass an nn.Linear, which has its bias itself, or a weight and a bias",
+            )
+        weight, bias = layer.weight, layer.bias
+    terms = Terms(ignore_index, label_smoothing, softcap, z_loss)
+    _check_loss(input, weight, target, bias, terms, reduction, chunks)
+    casts, history = _casts_of(input, layer)
+    fused = (casts.direct or casts.wide is not None) and casts.loss is torch.float32 and not casts.emulate
+    if reduction != "none" and fused:
+        total, _ = layers.linear_cross_entropy(input, weight, bias, target, casts, terms, chunks, history=history)
+        return total if reduction == "sum" else mean_of(total, target, ignore_index)
+    logits = linear(input, weight, bias, casts, history=history).flatten(0, -2)
+    if not fused or transforming():
+        rows = island(in_torch(island(logits, "loss", casts), target.flatten(), terms), "loss", casts)
+    else:
+        rows = row_cross_entropy(logits, target.flatten(), terms, casts.precision.kept_bits)
     if reduction == "none":
-        logits = linear(input, weight, bias, casts).flatten(0, -2)
-        rows = in_torch if transforming() else row_cross_entropy
-        return rows(logits, target.flatten(), terms).view(target.shape)
-    total, _ = layers.linear_cross_entropy(input, weight, bias, target, casts, terms, chunks)
-    return total if reduction == "sum" else mean_of(total, target, ignore_index)
+        return rows.view(target.shape)  # type: ignore[no-any-return]
+    return rows.sum() if reduction == "sum" else mean_of(rows.sum(), target, ignore_index)
+
+
+def _casts_of(input: Tensor, layer: nn.Module | None) -> tuple[Casts, History | None]:
+    """Returns the precision of a layer, of the model whose code runs, or of the input; amaxes if it is delayed."""
+    if isinstance(layer, CastedLinear):
+        of_loss = layer.halfstep_loss_casts if torch.compiler.is_compiling() else None
+        return of_loss or layer.casts or casts_like(input), layer.halfstep_history
+    scope = scope_now()
+    if scope is None or scope.leaf:
+        return casts_like(input), None
+    if WATCHERS:
+        WATCHERS[-1](scope, linear_cross_entropy, (input,), {}, LINEAR, "")
+    return scope.casts, None
+
+
+def _check_loss(
+    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, terms: Terms, reduction: str, chunks: int
+) -> None:
+    if reduction not in REDUCTIONS:
+        raise HalfstepError(f"reduction is {reduction!r}", hint="it is 'none', 'mean' or 'sum'")
+    layers.check_targets(target, input.shape[:-1])
+    if target.dtype is not torch.int64:
+        raise HalfstepError(
+            f"targets are {str(target.dtype).removeprefix('torch.')}, and classes are int64", hint="target.long()"
+        )
+    if weight.dim() != 2 or weight.shape[1] != input.shape[-1] or not weight.is_floating_point():
+        given = f"{str(weight.dtype).removeprefix('torch.')} of shape {tuple(weight.shape)}"
+        raise HalfstepError(
+            f"the weight is {given}, and the input has {input.shape[-1]} features",
+            hint="it has a row for each class, as that of nn.Linear",
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise HalfstepError(
+            f"the bias has shape {tuple(bias.shape)}, and there are {weight.shape[0]} classes",
+            hint="it has a number for each class",
+        )
+    if not 0.0 <= terms.label_smoothing <= 1.0:
+        raise HalfstepError(f"label_smoothing is {terms.label_smoothing}", hint="it is between 0 and 1")
+    for name in ("softcap", "z_loss"):
+        if not 0.0 <= getattr(terms, name) < float("inf"):
+            raise HalfstepError(f"{name} is {getattr(terms, name)}", hint="it is a positive number, or 0 for none")
+    layers.check_chunks(chunks)
 
 
 class Softmax(nn.Softmax):

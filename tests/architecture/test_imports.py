@@ -31,10 +31,10 @@ BACKEND_ROOMS = [
     {"split", "kernels"},
     {"lowering"},
     {"matmul", "fp8", "norms", "recompute", "losses"},
-    {"layers", "islands"},
+    {"layers"},
     {"model"},
     {"measure"},
-    {"functions"},
+    {"functions", "islands"},
     {"convert"},
     {"apply"},
     {"optim"},
@@ -51,7 +51,7 @@ BACKEND_ROOMS = [
     {"planning"},
 ]
 # JAX interprets a whole loss function by what `apply` decided; torch's `apply` plans with the table of functions.
-JAX_ROOMS = [names for names in BACKEND_ROOMS if names != {"functions"}]
+JAX_ROOMS = [names for names in BACKEND_ROOMS if "functions" not in names]
 JAX_ROOMS.insert(JAX_ROOMS.index({"apply"}) + 1, {"functions"})
 ROOMS = {
     "torch": BACKEND_ROOMS,

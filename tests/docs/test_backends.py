@@ -10,8 +10,8 @@ import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
 NUMBERS = {
-    "backends.md": 13, "checkpoints.md": 1, "fp8.md": 1, "many_gpus.md": 1, "mlx.md": 2, "monitor.md": 2,
-    "recipes.md": 1, "saving.md": 3, "shadow.md": 1, "tune.md": 1,
+    "backends.md": 13, "checkpoints.md": 1, "fp8.md": 1, "many_gpus.md": 1, "mlx.md": 2, "models.md": 1,
+    "monitor.md": 2, "recipes.md": 1, "saving.md": 3, "shadow.md": 1, "tune.md": 1,
 }  # fmt: skip
 OTHERS = {  # pages that another test runs, or whose Python is out of files that others run
     "api.md", "examples.md", "export.md", "migration.md", "solve.md",
@@ -247,6 +247,11 @@ def test_shards_and_their_checkpoint(tmp_path):
         assert all(torch.equal(weight, before[name]) for name, weight in run.weights().items())
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_the_loss_of_a_layer():
+    loss = run_block("models.md", 0)["loss"]
+    assert loss.item() == pytest.approx(np.log(50257), rel=0.05)
 
 
 def test_optimizers_and_averages_of_mlx():

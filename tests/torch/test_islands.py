@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from halfstep import torch as halfstep
+from halfstep.core.formats import E4M3
 from halfstep.core.policy import Policy
 from halfstep.torch.apply import apply
+from halfstep.torch.dtypes import supported
 
 X = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
 TARGETS = torch.tensor([0, 4, 2])
@@ -53,3 +55,60 @@ def test_a_policy_gives_them_their_role_and_casted_linear_is_made_like_torchs():
     layer = halfstep.CastedLinear(in_features=4, out_features=3)
     assert layer.bias is not None
     assert halfstep.CastedLinear(4, 3, bias=False).bias is None
+
+
+class LossOfHead(nn.Module):
+    """A norm, and the loss of a head: of the layer and its logits, of the layer at once, or of its parameters."""
+
+    def __init__(self, form):
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.form, self.norm, self.head = form, nn.LayerNorm(16), nn.Linear(16, 48)
+        with torch.no_grad():
+            self.head.weight.normal_(std=0.5, generator=generator)
+
+    def forward(self, x, target):
+        x = self.norm(x)
+        if self.form == "in steps":
+            return F.cross_entropy(self.head(x), target)
+        if self.form == "layer":
+            return halfstep.linear_cross_entropy(x, self.head, target)
+        return halfstep.linear_cross_entropy(x, self.head.weight, target, self.head.bias)
+
+
+def loss_and_gradient(form, policy):
+    torch.manual_seed(0)
+    model, x, target = LossOfHead(form), torch.randn(32, 16), torch.arange(32)
+    run = halfstep.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
+    loss = model(x, target)
+    run.backward(loss)
+    return run, loss.detach(), model.head.weight.grad
+
+
+NARROW_HEAD = pytest.param(
+    "bf16-mixed; head: compute=e4m3,grad=e5m2",
+    marks=pytest.mark.skipif(not supported(E4M3, "cpu"), reason=supported(E4M3, "cpu").reason),
+)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["fp32", "bf16-mixed", "fp16-mixed", "bf16-mixed,emulate=true", "bf16-mixed,loss=bf16",
+     "bf16-mixed; head: compute=fp32", "fp8-mixed,emulate=true", NARROW_HEAD],
+)  # fmt: skip
+def test_a_linear_layer_with_its_loss_has_the_precision_of_the_layer(policy):
+    """To the rounding of the gradient of logits, which is written before it is divided by the number of rows."""
+    _, expected, right = loss_and_gradient("in steps", policy)
+    _, loss, grad = loss_and_gradient("layer", policy)
+    assert (loss - expected).abs() <= 4 * 2.0**-24 * expected
+    unit = 2.0**-2 if "e4m3" in policy or "fp8" in policy else 2.0**-8
+    assert (grad - right).norm() <= unit * right.norm()
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "fp16-mixed", "bf16-mixed,emulate=true", "bf16-mixed,loss=bf16"])
+def test_of_a_weight_it_has_the_compute_format_of_the_policy_and_is_listed(policy):
+    _, expected, _ = loss_and_gradient("in steps", policy)
+    run, loss, _ = loss_and_gradient("weight", policy)
+    assert (loss - expected).abs() <= 4 * 2.0**-24 * expected
+    listed = run.reach(lambda x: run.model(x, torch.arange(32)), torch.randn(32, 16))
+    assert "linear_cross_entropy" in str(listed)

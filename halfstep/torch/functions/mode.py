@@ -148,6 +148,13 @@ def mode_of(casts: Casts, *, leaf: bool = False, has_split: bool = False, lean: 
     return mode
 
 
+def scope_now() -> Scope | None:
+    """Returns the scope of the code that runs now; None if it is not that of a model with a policy."""
+    depth = torch._C._len_torch_function_stack()
+    top = torch._C._get_function_stack_at(depth - 1) if depth else None
+    return top.scope if isinstance(top, PolicyMode) else None
+
+
 def within(mode: PolicyMode | None, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Calls a forward with the mode on; if it is None, with every mode off."""
     if mode is None:
