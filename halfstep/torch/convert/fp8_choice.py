@@ -3,8 +3,9 @@
 What cannot run is refused. What is not worth it stays wide, if a rule says `measured` (core.choice.layers).
 
 **A head of somebody's model** is a linear layer with as many outputs as an embedding has rows. Compiled code may
-compute its loss with it (losses.py), where the logits are read less often than where others see them, so that
-narrow operands may be worth it there alone. So both uses are timed, and the loss has casts of its own.
+compute its loss with it (losses.py), and rounds the gradient of the logits stochastically there. This is timed,
+and the loss has casts of its own. Without its loss a head stays wide: if that is computed outside of the model,
+the gradient would be rounded to the nearest, which costs loss (fp8/loss.py).
 """
 
 import time
@@ -35,6 +36,7 @@ from halfstep.torch.memory import ran_out
 from halfstep.torch.model import Head
 
 OF_LOSS = ":loss"  # after the name of a head: its loss in compiled code, which is measured apart
+TO_NEAREST = "the gradient of its logits would be rounded to the nearest, which costs loss"
 CPU_TOKENS = 256  # a CPU would take minutes for more, and the answer would be the same
 
 
@@ -92,13 +94,15 @@ def measure_all(
         return not_measured(len(layers))
     works = {p.name: _works(p, held, tokens, compiled, chunks, precision) for p, precision in layers.items()}
     keys = {p.name: [(work, precision) for work in works[p.name]] for p, precision in layers.items()}
-    heads = [p.name for p, precision in layers.items() if compiled and _is_head(p, plans, precision)]
+    heads = {p.name: precision for p, precision in layers.items() if _is_head(p, plans, precision)}
     for name in heads:
-        keys[name + OF_LOSS] = [(replace(work, loss=chunks), precision) for work, precision in keys[name]]
+        of_loss = [(replace(work, loss=chunks), precision) for work, precision in keys.pop(name)]
+        keys |= {name + OF_LOSS: of_loss} if compiled else {}
     measured = measure_layers(keys, timer, ran_out, clock)
-    with_loss = {name: f"{note}, with its loss" for name, note in measured.notes.items() if keys[name][0][0].loss}
-    here = measured.here + "".join(f"; `{name}` counts twice, also with its loss" for name in heads)
-    return replace(measured, notes={**measured.notes, **with_loss}, here=here)
+    notes = {name: f"{note}, with its loss" for name, note in measured.notes.items() if keys[name][0][0].loss}
+    notes |= {name: f"in {narrow_formats(p)} {TO_NEAREST}" for name, p in heads.items()}
+    narrow = {**measured.narrow, **dict.fromkeys(heads, False)}
+    return replace(measured, narrow=narrow, notes={**measured.notes, **notes})
 
 
 def give_losses(model: nn.Module, ruled: Mapping[str, Precision], measured: Measured | None) -> None:
@@ -117,7 +121,8 @@ def notes_of(measured: Measured | None, ruled: Mapping[str, Precision]) -> dict[
         if _has_narrow_loss(measured, name):
             formats = narrow_formats(ruled[name])
             where = "compiled in a model that returns its loss and not its logits"
-            notes[name] += f"; {where}, it multiplies in {formats}, {of_loss}"
+            of_loss = f"{where}, it multiplies in {formats}, {of_loss}"
+        notes[name] += f"; {of_loss}"
     return notes
 
 
