@@ -131,7 +131,7 @@ def _explain(error: CycloptsError, arguments: list[str]) -> tuple[str, str]:
     known = {
         each.name: each.parameter.help for each in error.app.assemble_argument_collection(parse_docstring=True)
     }
-    meaning = _lower_first((known.get(name) or "").removesuffix("."))
+    meaning = _lower_first(" ".join((known.get(name) or "").split()).removesuffix("."))
     problem = f"{error.keyword} needs a value" if error.keyword else f"`{command}` needs {name}"
     return problem, f"{name} is {meaning}; see `{command} --help`"
 

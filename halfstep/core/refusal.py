@@ -111,6 +111,17 @@ def twice_error() -> HalfstepError:
     return HalfstepError(f"{what} cannot be differentiated twice, nor in forward mode", hint=hint)
 
 
+def step_error(loss_fn: Any, micro_batches: Any) -> HalfstepError:
+    """Returns the error for a step whose arguments are not a function and several micro-batches."""
+    if not callable(loss_fn):
+        what = f"loss_fn is one `{type(loss_fn).__name__}`, and is called with each micro-batch"
+        return HalfstepError(what, hint="pass the function first: run.step(loss_fn, [batch])")
+    return HalfstepError(
+        f"micro_batches is one `{type(micro_batches).__name__}`: its rows or keys would be the batches",
+        hint="put a single batch into a list: run.step(loss_fn, [batch])",
+    )
+
+
 def no_dtype(fmt: Format, framework: str, arrays: str, known: Iterable[Format]) -> FormatError:
     """Returns the error for a format that no dtype of the framework holds; `arrays` is what it calls tensors."""
     why = f"it is a way to multiply fp32 {arrays}"

@@ -35,7 +35,7 @@ from halfstep.core.formats import FP32
 from halfstep.core.measure import TOKENS, settle
 from halfstep.core.observed import SLICE
 from halfstep.core.policy import Policy
-from halfstep.core.refusal import check_numbers
+from halfstep.core.refusal import check_numbers, step_error
 from halfstep.core.scaling import DynamicScale, ScaleAlarm, ScaleState, stuck_error
 from halfstep.mlx.apply import Applied, Place, apply, arrays, public, restore, set_precision, trainable, walk
 from halfstep.mlx.collect.audit import STEPS
@@ -247,11 +247,8 @@ class Run:
 
     def step(self, loss_fn: LossFn, micro_batches: Iterable[Any]) -> StepResult:
         """Updates once from micro-batches; `loss_fn` returns a mean loss, or (sum of losses, number of tokens)."""
-        if isinstance(micro_batches, mx.array | dict):
-            raise HalfstepError(
-                f"micro_batches is one `{type(micro_batches).__name__}`: its rows or keys would be the batches",
-                hint="put a single batch into a list: run.step(loss_fn, [batch])",
-            )
+        if isinstance(micro_batches, mx.array | dict) or not callable(loss_fn):
+            raise step_error(loss_fn, micro_batches)
         differentiate = self.value_and_grad(loss_fn)
         for batch in micro_batches:
             self.accumulate(differentiate(batch)[1])

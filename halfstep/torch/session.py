@@ -93,7 +93,8 @@ class Session:
         if config.training.deterministic:
             _make_deterministic(compiled=bool(config.training.compile))
         if config.training.graph:
-            check_graph(why_not_with(self.device, []))
+            hint = "--set training.graph=false makes every step as always"
+            check_graph(why_not_with(self.device, []), hint)
         self._copies, self._readback = Copies(), Readback(self.device)
         self._compiled = bool(config.training.compile)
         torch.manual_seed(config.seed)

@@ -32,6 +32,7 @@ from halfstep.core.measure import TOKENS, settle
 from halfstep.core.observed import SLICE
 from halfstep.core.policy import Policy
 from halfstep.core.precision import base_precision, precisions
+from halfstep.core.refusal import step_error
 from halfstep.core.scaling import DynamicScale, NoScale, way_out
 from halfstep.torch import state
 from halfstep.torch.apply import apply, names_of, restore, set_precision
@@ -158,6 +159,8 @@ class Run(RunParts):
     def step(self, loss_fn: LossFn, micro_batches: Iterable[Any]) -> StepResult:
         """Makes one update from micro-batches; `loss_fn` returns a mean loss, or (sum of losses, num tokens)."""
         self._check_trains()
+        if isinstance(micro_batches, Tensor | dict) or not callable(loss_fn):
+            raise step_error(loss_fn, micro_batches)
         if self.graph is None:
             return self._plain_step(loss_fn, micro_batches)
         batches = list(micro_batches)

@@ -35,6 +35,15 @@ def loss_of(run):
     return lambda x: (run.model(x).float().square().sum(), float(len(x)))
 
 
+@pytest.mark.parametrize("batches", [data(3), {"x": data(3)}])
+def test_one_batch_is_not_taken_for_several_nor_for_the_loss(batches):
+    r = run()
+    with refuses(HalfstepError, "micro_batches is one `", "run.step(loss_fn, [batch])"):
+        r.step(loss_of(r), batches)
+    with refuses(HalfstepError, "loss_fn is one `", "pass the function first"):
+        r.step(batches, loss_of(r))
+
+
 def test_an_update_needs_gradients_tokens_and_the_last_micro_batch():
     with pytest.raises(HalfstepError, match="no gradients"):
         run().update()

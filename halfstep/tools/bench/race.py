@@ -137,6 +137,8 @@ class Race:
         return corpus.description
 
     def _warm(self) -> None:
+        tokens, steps = self.setting.tokens_per_step(), WARM_STEPS - 1
+        self.log(f"{', '.join(self.standings)}: each starts with {steps} steps of {tokens:,} tokens, not timed")
         pool = ThreadPoolExecutor(self.at_once)
         try:
             list(pool.map(self._warm_one, self.standings))
