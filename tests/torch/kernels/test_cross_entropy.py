@@ -228,7 +228,7 @@ def test_rounded_stochastically_exact_numbers_stay_as_they_are_and_the_same_row_
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize("kept", [2, 3])
+@pytest.mark.parametrize("kept", [2, pytest.param(3, marks=pytest.mark.prove)])
 def test_the_kernel_draws_what_the_reference_draws(kept, monkeypatch):
     """Of numbers that differ by 2^-18 of themselves, and units of 2^-4 or more, one in 2^14 goes the other way."""
     given, terms = (draw(40, 301) * 4).bfloat16(), Terms(7)
@@ -459,8 +459,7 @@ def test_targets_may_be_a_column_of_others(reduction, way):
 
 def test_losses_that_torch_refuses_are_left_to_torch(way):
     logits, target = draw(6, 16, dtype=torch.float16), torch.arange(6, device=DEVICE)
-    monkeyed = losses.torch_loss(logits, target)
-    assert (monkeyed is None) is (way == "plain")
+    assert (losses.torch_loss(logits, target) is None) is (way == "plain")
     assert losses.torch_loss(logits, target[:5]) is None
     assert losses.torch_loss(logits, target, reduction="avg") is None
 
