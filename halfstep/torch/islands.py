@@ -20,7 +20,15 @@ from halfstep.torch.fp8.delayed import History
 from halfstep.torch.functions.mode import WATCHERS, scope_now
 from halfstep.torch.functions.products import LINEAR
 from halfstep.torch.layers import CastedLinear, casts_like, linear
-from halfstep.torch.losses import REDUCTIONS, Terms, in_torch, mean_of, row_cross_entropy
+from halfstep.torch.losses import (
+    REDUCTIONS,
+    Terms,
+    check_chunks,
+    check_targets,
+    in_torch,
+    mean_of,
+    row_cross_entropy,
+)
 from halfstep.torch.lowering import Casts, island
 from halfstep.torch.tracing import transforming
 
@@ -81,7 +89,7 @@ def linear_cross_entropy(
         layer = weight
         if not isinstance(layer, nn.Linear) or bias is not None:
             raise HalfstepError(
-                f"the weight is a {type(layer).__name__}" + (" with a bias beside it" if bias is not None else ""),
+                f"the weight is `{type(layer).__name__}`" + (" with a bias beside it" if bias is not None else ""),
                 hint="pass an nn.Linear, which has its bias itself, or a weight and a bias",
             )
         weight, bias = layer.weight, layer.bias
@@ -120,7 +128,7 @@ def _check_loss(
 ) -> None:
     if reduction not in REDUCTIONS:
         raise HalfstepError(f"reduction is {reduction!r}", hint="it is 'none', 'mean' or 'sum'")
-    layers.check_targets(target, input.shape[:-1])
+    check_targets(target, input.shape[:-1])
     if target.dtype is not torch.int64:
         raise HalfstepError(
             f"targets are {str(target.dtype).removeprefix('torch.')}, and classes are int64", hint="target.long()"
@@ -141,7 +149,7 @@ def _check_loss(
     for name in ("softcap", "z_loss"):
         if not 0.0 <= getattr(terms, name) < float("inf"):
             raise HalfstepError(f"{name} is {getattr(terms, name)}", hint="it is a positive number, or 0 for none")
-    layers.check_chunks(chunks)
+    check_chunks(chunks)
 
 
 class Softmax(nn.Softmax):

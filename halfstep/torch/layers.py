@@ -38,13 +38,13 @@ from halfstep.core.errors import FormatError, HalfstepError
 from halfstep.core.formats import BF16, FP32, Format, parse
 from halfstep.core.policy import Policy, as_policy
 from halfstep.core.precision import Precision, base_precision
-from halfstep.core.refusal import NARROW_ONCE, named_format
+from halfstep.core.refusal import named_format
 from halfstep.torch import losses
 from halfstep.torch.compile_cache import put_in_graph
 from halfstep.torch.dtypes import FLOATS, dtype_of, format_of
 from halfstep.torch.fp8.coded_loss import coded_in_graph
 from halfstep.torch.fp8.delayed import History
-from halfstep.torch.fp8.linear import NAMED, Narrow, in_graph, narrow_linear
+from halfstep.torch.fp8.linear import NAMED, in_graph, kept_by_layer, narrow_linear
 from halfstep.torch.fp8.loss import loss_in_graph, narrow_losses
 from halfstep.torch.kernels import epilogue
 from halfstep.torch.lowering import (
@@ -67,7 +67,6 @@ from halfstep.torch.matmul import (
     eager_linear,
     gelu_in_graph,
     linear_in_steps,
-    refuse_transforms,
     scores_in_steps,
     why_not_fused,
 )
@@ -75,16 +74,7 @@ from halfstep.torch.norms import normalized
 from halfstep.torch.recompute import NODE, Again, again, dropping
 from halfstep.torch.split.holder import Holder
 from halfstep.torch.split.operand import is_split, operand_of, through
-from halfstep.torch.tracing import (
-    Origin,
-    gelu_of,
-    kept_of,
-    mark_new,
-    note_kept,
-    note_linear,
-    rows_of_layer,
-    transforming,
-)
+from halfstep.torch.tracing import Origin, gelu_of, mark_new, note_kept, note_linear, rows_of_layer, transforming
 
 # How torch may compute attention. On these devices it has kernels that never store the scores, and may take none.
 FUSED_ON = ("cuda",)
@@ -398,7 +388,7 @@ def additive(mask: Tensor | None, dtype: torch.dtype) -> Any:
 
 def cross_entropy(logits: Tensor, targets: Tensor, casts: Casts, softcap: float = 0.0) -> Tensor:
     """Returns the sum of -log softmax(logits)[target] over all targets: inside and out in the loss format."""
-    check_targets(targets, logits.shape[:-1])
+    losses.check_targets(targets, logits.shape[:-1])
     with torch._C.DisableTorchFunction():
         if not losses.why_not(logits, logits.dtype, casts):
             rows, terms = (logits.flatten(0, -2), targets.flatten()), losses.Terms(softcap=softcap)
@@ -407,21 +397,6 @@ def cross_entropy(logits: Tensor, targets: Tensor, casts: Casts, softcap: float 
         if softcap:
             inside = softcap * torch.tanh(inside / softcap)
         return island(F.cross_entropy(inside, targets.flatten(), reduction="sum"), "loss", casts)  # type: ignore[no-any-return]
-
-
-def check_targets(targets: Tensor, rows: torch.Size) -> None:
-    """Refuses targets of a loss that are not one class for each row."""
-    if targets.shape != rows or targets.is_floating_point():
-        given = f"{str(targets.dtype).removeprefix('torch.')} of shape {tuple(targets.shape)}"
-        raise HalfstepError(
-            f"targets are {given}, and there are {tuple(rows)} rows", hint="give the index of a class for each row"
-        )
-
-
-def check_chunks(chunks: int) -> None:
-    """Refuses numbers of chunks that are none."""
-    if chunks < 1:
-        raise HalfstepError(f"a loss in {chunks} chunks", hint="1 is all tokens at once; more take less memory")
 
 
 def linear_cross_entropy(
@@ -439,15 +414,13 @@ def linear_cross_entropy(
 
     For casts that are `direct` or narrow, with an fp32 loss. Beside it, `size` elements of the logits' gradient.
     """
-    check_targets(targets, x.shape[:-1])
-    check_chunks(chunks)
+    losses.check_targets(targets, x.shape[:-1])
+    losses.check_chunks(chunks)
     with torch._C.DisableTorchFunction():
         if torch._C._is_any_autocast_enabled():
             raise autocast_error()
         x, targets = x if x.dtype is casts.compute else x.to(casts.compute), targets.flatten()
-        if transforming():
-            if casts.wide is not None:
-                refuse_transforms(*NARROW_ONCE)
+        if transforming() and casts.wide is None:
             values, owner = operand_of(weight, casts.whole)
             logits = linear_in_steps(x, values, check_transformed(owner, casts), bias, casts)
             return losses.in_torch(logits.flatten(0, -2), targets, terms).sum(), None
@@ -484,20 +457,6 @@ def loss_of_layer(logits: Tensor, lean: bool) -> Callable[[Tensor, losses.Terms]
         return _linear_losses(origin.x, values, owner, bias, targets, casts, origin.history, terms, chunks)[0]
 
     return total
-
-
-def kept_by_layer(logits: Tensor) -> int:
-    """Returns how many bits of mantissa the layer that made logits keeps of their gradient; 0 for all."""
-    if torch.compiler.is_compiling():
-        return kept_of(logits)
-    node: Any = logits.grad_fn
-    while node is not None and node.name() in _VIEWS:
-        node = node.next_functions[0][0]
-    return int(node.casts.precision.kept_bits) if isinstance(node, Narrow._backward_cls) else 0  # type: ignore[attr-defined]
-
-
-_MOVES = "View ReshapeAlias UnsafeView Alias Slice Select Index Squeeze Unsqueeze Transpose Permute Clone"
-_VIEWS = {f"{name}Backward{overload}" for name in _MOVES.split() for overload in (0, 1)}
 
 
 def _origin_of(logits: Tensor) -> Origin | None:

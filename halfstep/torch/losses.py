@@ -37,6 +37,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
 from halfstep.core.cast_constants import GOLDEN, MIXERS
+from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import Format
 from halfstep.torch.cast import quantize
 from halfstep.torch.dtypes import NARROW
@@ -421,6 +422,22 @@ def why_not(beside: Tensor, dtype: torch.dtype, casts: Casts | None = None) -> s
     if not has_kernel(beside):
         return "it needs an NVIDIA GPU and Triton"
     return "torch.func transforms it" if transforming() else ""
+
+
+def check_targets(targets: Tensor, rows: torch.Size) -> None:
+    """Refuses targets that are not one class for each row."""
+    if targets.shape != rows or targets.is_floating_point():
+        given = f"{str(targets.dtype).removeprefix('torch.')} of shape {tuple(targets.shape)}"
+        raise HalfstepError(
+            f"targets are {given}, and the rows have shape {tuple(rows)}",
+            hint="give the index of a class for each row",
+        )
+
+
+def check_chunks(chunks: int) -> None:
+    """Refuses fewer chunks than one."""
+    if chunks < 1:
+        raise HalfstepError(f"a loss in {chunks} chunks", hint="1 is all tokens at once; more take less memory")
 
 
 def row_cross_entropy(logits: Tensor, targets: Tensor, terms: Terms, kept: int = 0) -> Tensor:

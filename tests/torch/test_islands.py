@@ -97,7 +97,10 @@ NARROW_HEAD = pytest.param(
      "bf16-mixed; head: compute=fp32", "fp8-mixed,emulate=true", NARROW_HEAD],
 )  # fmt: skip
 def test_a_linear_layer_with_its_loss_has_the_precision_of_the_layer(policy):
-    """To the rounding of the gradient of logits, which is written before it is divided by the number of rows."""
+    """To a few fp32 roundings of the sum, and to one unit of the gradient of logits: half of it in each way.
+
+    It is rounded before it is divided by the number of rows in one, and after in the other.
+    """
     _, expected, right = loss_and_gradient("in steps", policy)
     _, loss, grad = loss_and_gradient("layer", policy)
     assert (loss - expected).abs() <= 4 * 2.0**-24 * expected

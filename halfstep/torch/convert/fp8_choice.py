@@ -96,8 +96,9 @@ def measure_all(
     keys = {p.name: [(work, precision) for work in works[p.name]] for p, precision in layers.items()}
     heads = {p.name: precision for p, precision in layers.items() if _is_head(p, plans, precision)}
     for name in heads:
-        of_loss = [(replace(work, loss=chunks), precision) for work, precision in keys.pop(name)]
-        keys |= {name + OF_LOSS: of_loss} if compiled else {}
+        alone = keys.pop(name)
+        if compiled:
+            keys[name + OF_LOSS] = [(replace(work, loss=chunks), precision) for work, precision in alone]
     measured = measure_layers(keys, timer, ran_out, clock)
     notes = {name: f"{note}, with its loss" for name, note in measured.notes.items() if keys[name][0][0].loss}
     notes |= {name: f"in {narrow_formats(p)} {TO_NEAREST}" for name, p in heads.items()}

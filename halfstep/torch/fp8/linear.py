@@ -49,7 +49,7 @@ from halfstep.torch.fp8.delayed import History
 from halfstep.torch.kernels import has_triton
 from halfstep.torch.lowering import Casts
 from halfstep.torch.matmul import apply_linear, in_compute, matmul, once, refuse_transforms, rows_of
-from halfstep.torch.tracing import compiling, traced
+from halfstep.torch.tracing import compiling, kept_of, traced
 
 MULTIPLE = 16  # of elements: what the sizes of a native fp8 matmul must be
 CODES = 2**28  # of a gradient, at most so many exist at a time in each layout
@@ -93,6 +93,20 @@ NAMED: dict[str, Casts] = {}
 def in_graph(words: str, *given: Any) -> Tensor:
     """The three matmuls as one function for dynamo's graph: to interpret it in every layer takes long."""
     return Narrow.apply(*given, NAMED[words])  # type: ignore[no-any-return]
+
+
+_MOVES = "View ReshapeAlias UnsafeView Alias Slice Select Index Squeeze Unsqueeze Transpose Permute Clone"
+_VIEWS = {f"{name}Backward{overload}" for name in _MOVES.split() for overload in (0, 1)}
+
+
+def kept_by_layer(logits: Tensor) -> int:
+    """Returns how many bits of mantissa the layer that made logits keeps of their gradient; 0 for all."""
+    if torch.compiler.is_compiling():
+        return kept_of(logits)
+    node: Any = logits.grad_fn
+    while node is not None and node.name() in _VIEWS:
+        node = node.next_functions[0][0]
+    return int(node.casts.precision.kept_bits) if isinstance(node, Narrow._backward_cls) else 0  # type: ignore[attr-defined]
 
 
 # --- an operand, and the product of two

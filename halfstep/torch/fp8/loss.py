@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfstep.core.refusal import NARROW_ONCE
 from halfstep.torch.cast import amax_of
 from halfstep.torch.fp8.coded_loss import coded_losses, sample_before, why_not_coded
 from halfstep.torch.fp8.delayed import History
@@ -44,7 +45,7 @@ from halfstep.torch.losses import (
     row_losses_,
 )
 from halfstep.torch.lowering import Casts
-from halfstep.torch.matmul import once, rows_of
+from halfstep.torch.matmul import once, refuse_transforms, rows_of
 from halfstep.torch.tracing import compiling, traced
 
 
@@ -56,6 +57,7 @@ def narrow_losses(
     if not x.numel():  # nothing to scale
         assert casts.wide is not None
         return linear_losses(x, values, owner, bias, targets, casts.wide, terms)
+    refuse_transforms(*NARROW_ONCE)
     needs = (x.requires_grad, owner.requires_grad, bias is not None and bias.requires_grad)
     if not (torch.is_grad_enabled() and any(needs)):
         logits = rows_of(narrow_linear(x, values, owner, bias, casts, history))

@@ -25,10 +25,11 @@ from torch import Tensor
 from halfstep.core.errors import PolicyError
 from halfstep.core.formats import FP32
 from halfstep.torch.dtypes import FLOATS, NARROW
+from halfstep.torch.fp8.linear import kept_by_layer
 from halfstep.torch.functions.entry import Entry, Scope, Skip, is_weight, mapped, tensors_of, whole
 from halfstep.torch.functions.products import ADDED, EINSUM, GROUPED, KERNEL, LINEAR, MATMUL, WIDENED
 from halfstep.torch.functions.widened import either, is_for_loss, widen
-from halfstep.torch.layers import additive, embedding, kept_by_layer, loss_of_layer, weighted_attention
+from halfstep.torch.layers import additive, embedding, loss_of_layer, weighted_attention
 from halfstep.torch.losses import torch_loss
 from halfstep.torch.lowering import enter, island, leave, rounded
 from halfstep.torch.split.operand import is_split

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.core.errors import HalfstepError
+from halfstep.torch.fp8.linear import kept_by_layer
 from halfstep.torch.functions.entry import mapped, tensors_of
-from halfstep.torch.layers import kept_by_layer
 from halfstep.torch.losses import torch_loss, why_not
 from halfstep.torch.tracing import NARROW_LOGITS, hand_on_kept, is_marked, note_rows, rows_of_layer
 
