@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/$(VENV)/.jax
 PYTEST := -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: train test check check-tests prove prove-tests prove-optimized lint format bench docs site site-serve clean
+.PHONY: train test check check-tests prove prove-changed lint format bench docs site site-serve clean
 
 # Train a small transformer, in a precision chosen by measurement: `make train`,
 # `make train RECIPE=gpt2 ARGS='--out x'`, `make train BACKEND=jax`.
@@ -30,34 +30,14 @@ check: $(VENV)/.dev
 check-tests: $(VENV)/.dev
 	$(BIN)/python $(PYTEST) -m 'not prove' tests/core tests/config tests/report tests/architecture
 
-# `python -O` leaves out assertions, ours (tests/architecture/test_optimized.py: without effects) and those of others:
-# these are the tests of what has some, where it meets torch, files and processes.
-OPTIMIZED := $(addprefix tests/core/test_,choice.py devices.py scaling.py) $(addprefix tests/torch/run/test_, \
-	gradients.py prepare.py replay.py) $(addprefix tests/training/,run/test_checkpointing.py run/test_monitor.py \
-	data/pack/test_blocks.py data/pack/test_pack.py data/test_packed.py telemetry/test_progress.py test_schedule.py)
+# Everything exhaustive or slow, in the parts of benchmarks/prove/run.py; the record is docs/measurements/proofs.md.
+prove: $(VENV)/.dev
+	$(BIN)/python benchmarks/prove/run.py
+	$(BIN)/python docs/generate.py
 
-# For a process that forks thousands of times: with huge pages there is less to copy.
-FORKING := GLIBC_TUNABLES=glibc.malloc.hugetlb=1
-
-# Everything exhaustive or slow: the tests marked `prove`, tests under `python -O`, every bit pattern of split masters, a
-# hundred kills and damaged files, thousands of hostile commands and files, each known hazard, planted, and the host's time
-# per update.
-prove: prove-tests prove-optimized
-	$(BIN)/python benchmarks/prove/split_all.py
-	$(BIN)/python benchmarks/prove/kills.py --steps 20
-	$(BIN)/python benchmarks/prove/job_kills.py --seconds 40
-	$(FORKING) $(BIN)/python benchmarks/prove/fuzz.py
-	$(FORKING) $(BIN)/python benchmarks/prove/fuzz.py --planted --commands 300 --files 150 --seconds 15
-	$(BIN)/python benchmarks/prove/hazards.py
-	$(BIN)/python benchmarks/measure/host.py --rounds 6
-
-prove-tests: $(VENV)/.dev
-	$(BIN)/python $(PYTEST) -m prove
-
-# In one process: Python compiles anew all that it imports without assertions, so with two workers most of the time would
-# be that, twice. `make -j2` runs it next to the tests above.
-prove-optimized: $(VENV)/.dev
-	PYTHONOPTIMIZE=1 $(BIN)/python -m pytest -q -m 'not prove' $(OPTIMIZED)
+# One part, chosen by the commit, and those about folders that changed since they last passed: for CI.
+prove-changed: $(VENV)/.dev
+	$(BIN)/python benchmarks/prove/run.py --changed
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -6,10 +6,12 @@ python docs/generate.py
 import ast
 import dataclasses
 import inspect
+import json
 import re
 import textwrap
 import types
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -19,6 +21,7 @@ from halfstep.config.run import RunConfig
 from halfstep.config.schema import rows
 from halfstep.core import policy, roles, rules
 from halfstep.core.audit.engine import registry
+from halfstep.core.errors import code_of
 from halfstep.core.formats import NAMED, Format
 from halfstep.core.policy import NOT_OFFERED, OTHER_NAMES, PRESETS
 from halfstep.core.roles import ROLES, print_value
@@ -27,7 +30,16 @@ from halfstep.training.telemetry import events as telemetry
 
 HERE = Path(__file__).parent
 
-# The public names, in the order of the page: what most people need comes first.
+# The page of each module, its module, what it is for, and its public names: what most people need comes first.
+MODULES = {
+    "halfstep": ("halfstep", "Policies, number formats and decisions, without a framework."),
+    "torch": ("halfstep.torch", "How a policy runs on PyTorch."),
+    "jax": ("halfstep.jax", "How a policy runs on JAX."),
+    "mlx": ("halfstep.mlx", "How a policy runs on MLX."),
+    "accelerate": ("halfstep.integrations.accelerate", "Accelerate with `policy=`."),
+    "transformers": ("halfstep.integrations.transformers", "transformers.Trainer with `policy=`."),
+    "lightning": ("halfstep.integrations.lightning", "Lightning's Trainer and Fabric under a policy."),
+}
 API = {
     "halfstep": ["Policy", "cast", "Format", "load_model", "choose", "Choice", "TensorStats", "HalfstepError"],
     "halfstep.torch": [
@@ -76,7 +88,7 @@ METHODS: dict[str, list[str] | None] = {
     "Fabric": ["run_of"],
 }
 INTERNAL = {
-    "Run": {"scalars", "places", "watch_optimizers", "measure_next"}
+    "Run": {"scalars", "places", "watch_optimizers", "watch_update", "replay"}
 }  # between a run and the modules of its backend
 
 
@@ -176,13 +188,19 @@ def policies() -> str:
     names += [[f"`{name}`", "refused", f"{why}; {instead}"] for name, (why, instead) in NOT_OFFERED.items()]
     lines.append(["rules", "other values for some modules", *(_rules(p.rules) for p in PRESETS.values())])
     return (
-        "# Roles and presets\n\nA policy assigns one format to each role; a preset is a column of this table. "
-        "Generated from `halfstep/core/roles.py`, `policy.py` and `rules.py`.\n\n"
+        "# Policies, roles and presets\n\nA policy assigns one format to each role; a preset is a column of this "
+        "table. Generated from `halfstep/core/roles.py`, `policy.py` and `rules.py`.\n\n"
         + table(["role", "what it is", *PRESETS], lines)
         + f"\n\n{grammar()}\n{AUTO}\n{SCALE}\n{OTHERS}\n"
         + table(["name", "read as", "as in"], names)
-        + "\n"
+        + f"\n\n{formats()}"
     )
+
+
+def written(name: str) -> str:
+    """Returns the part of a page that is written by hand, up to the mark where this script continues it."""
+    before, mark, _ = (HERE / name).read_text(encoding="utf-8").partition("docs/generate.py -->\n")
+    return before + mark
 
 
 KINDS = {
@@ -197,11 +215,10 @@ KINDS = {
 
 def audit() -> str:
     """Returns the page of the audit: what is written by hand, then every rule."""
-    written, mark, _ = (HERE / "audit.md").read_text(encoding="utf-8").partition("docs/generate.py -->\n")
     known = [rule for rule, _ in registry().values()]
     lines = [[f"[{r.id}](#{r.id.lower()})", r.name, r.severity, r.needs or "anything"] for r in known]
     last = ""
-    parts = [written + mark, "## Rules\n", table(["id", "rule", "severity", "seen in"], lines) + "\n"]
+    parts = [written("audit.md"), "## Rules\n", table(["id", "rule", "severity", "seen in"], lines) + "\n"]
     for rule in known:
         if (kind := rule.id[:3]) != last:
             parts.append(f"## {KINDS[kind]}\n")
@@ -212,7 +229,7 @@ def audit() -> str:
 
 
 def formats() -> str:
-    """Returns the page of number formats."""
+    """Returns the table of number formats."""
     lines = [
         [
             f"`{fmt}`",
@@ -228,31 +245,61 @@ def formats() -> str:
     ]
     columns = ["format", "bits", "layout", "largest", "smallest normal", "smallest", "epsilon", "overflow"]
     return (
-        "# Number formats\n\nThe named formats; `halfstep formats e3m4ieee` shows any other. Generated from "
+        "## Number formats\n\nThe named formats; `halfstep formats e3m4ieee` shows any other. Generated from "
         "`halfstep/core/formats.py`.\n\n" + table(columns, lines) + "\n"
     )
 
 
-def api() -> str:
-    """Returns the reference of the public Python names: signatures and docstrings, as the code has them."""
-    parts = [
-        "# API reference",
-        "The public names of each package, with signatures and docstrings from the code. Import a name from the "
-        "package that heads its section. The command line has its own help: `halfstep --help`.",
+def api_index() -> str:
+    """Returns the first page of the API: the modules, each with its public names."""
+    lines = [
+        [
+            f"[`{module}`]({page}.md)",
+            about,
+            ", ".join(f"[`{name}`]({page}.md#{name.lower()})" for name in API[module]),
+        ]
+        for page, (module, about) in MODULES.items()
     ]
-    for package, names in API.items():
-        module = import_module(package)
-        parts.append(f"## {package}")
-        for name in names:
-            parts += _entry(name, getattr(module, name))
+    return (
+        "# API\n\nThe public names of each module, with signatures and docstrings from the code. Import a name "
+        "from the module whose page it is on. The [command line](../cli.md) has a page of its own.\n\n"
+        + table(["module", "what it is", "names"], lines)
+        + "\n"
+    )
+
+
+def api(page: str) -> str:
+    """Returns the page of a module: signatures and docstrings of its public names, as the code has them."""
+    module, about = MODULES[page]
+    names = {name: getattr(import_module(module), name) for name in API[module]}
+    lines = [[f"[`{name}`](#{name.lower()})", _first_sentence(what)] for name, what in names.items()]
+    parts = [f"# {module}", about, table(["name", "what it is"], lines)]
+    for name, what in names.items():
+        parts += _entry(name, what)
     return "\n\n".join(parts) + "\n"
+
+
+def _first_sentence(what: Any) -> str:
+    paragraph = " ".join(inspect.cleandoc(what.__doc__ or "").split("\n\n")[0].split())
+    return re.split(r"(?<=\.) (?=[A-Z`(])", paragraph)[0].rstrip(":")
+
+
+def architecture() -> str:
+    """Returns the page of the code: what is written by hand, then what each folder holds."""
+    package = HERE.parent / "halfstep"
+    lines = []
+    for path in sorted({path.parent for path in package.rglob("*.py")}):
+        about = ast.get_docstring(ast.parse((path / "__init__.py").read_text("utf-8"))) or ""
+        lines.append([f"`{path.relative_to(package.parent).as_posix()}/`", about.splitlines()[0]])
+    return f"{written('architecture.md')}\n## Every folder\n\n" + table(["folder", "what it holds"], lines) + "\n"
 
 
 CLI = """# Command line
 
 What `--help` of each command says. Data is printed on stdout and messages on stderr; `--json` prints the data as
-JSON. Exit codes: 0 for success, 1 if a problem was found, 2 for what cannot be done, with the remedy, and 130 for
-Ctrl-C. The settings that `--set` takes are on [their own page](settings.md).
+JSON, and an error with [its code](errors.md). Exit codes: 0 for success, 1 if a problem was found, 2 for what
+cannot be done, with the remedy, and 130 for Ctrl-C. The settings that `--set` takes are on [their own
+page](settings.md).
 """
 
 
@@ -263,29 +310,80 @@ def cli() -> str:
     return CLI + "\n".join(line.rstrip() for line in commands.splitlines()) + "\n"
 
 
-def events() -> str:
-    """Returns the page of events: what `events.jsonl` holds."""
+def logging() -> str:
+    """Returns the page of what a run records: what is written by hand, then the events of `events.jsonl`."""
     first, listed, *rest = plain(telemetry).split("\n\n")
     entries = re.findall(r"^    (\w+) +(.*(?:\n {8,}.*)*)", listed, flags=re.M)
     lines = [[f"`{kind}`", " ".join(fields.split())] for kind, fields in entries]
-    closing = "What the report and the loggers show of it: [what a run records](logging.md)."
-    parts = ["# Events", "`events.jsonl` is the record of a run, one JSON object per line.", first]
-    return "\n\n".join([*parts, table(["event", "fields"], lines), *rest, closing]) + "\n"
+    parts = ["## Events", "`events.jsonl` is the record of a run, one JSON object per line.", first]
+    return f"{written('logging.md')}\n" + "\n\n".join([*parts, table(["event", "fields"], lines), *rest]) + "\n"
+
+
+ERRORS = """# Errors
+
+An error says what was given and where, and what to do next. Its code names the family it belongs to: a code stays
+the same from version to version, while the wording may change. In Python it is `HalfstepError.code`, and each
+family is a class: `policy-syntax` is `PolicySyntaxError`, which `except PolicyError` and `except HalfstepError`
+catch too. With `--json`, the command line prints `code`, `message` and `hint` of an error as a JSON object on
+stdout; there, `usage` is a command line that cannot be read, and `system` an error of the operating system.
+"""
+
+
+def errors() -> str:
+    """Returns the page of error codes, in the order of the classes that have them."""
+    lines = [[f"`{code_of(name)}`", meaning, f"`{base}`"] for name, (base, meaning) in error_families().items()]
+    return f"{ERRORS}\n" + table(["code", "meaning", "base class"], lines) + "\n"
+
+
+def error_families() -> dict[str, tuple[str, str]]:
+    """Returns the families of errors by class, each with its base class and its meaning, bases first."""
+    package = HERE.parent / "halfstep"
+    first = package / "core" / "errors.py"  # with the families that are not of one room
+    paths = [first, *sorted(path for path in package.rglob("*.py") if path != first)]
+    classes = [node for path in paths for node in ast.parse(path.read_text("utf-8")).body]
+    found = {"HalfstepError": ("Exception", "Any error of halfstep.")}
+    for node in classes:
+        if (
+            isinstance(node, ast.ClassDef)
+            and node.bases
+            and (base := ast.unparse(node.bases[0])).endswith("Error")
+        ):
+            found[node.name] = (base, ast.get_docstring(node) or "")
+    return {name: family for name, family in found.items() if _is_ours(name, found)}
+
+
+def _is_ours(name: str, found: dict[str, tuple[str, str]]) -> bool:
+    return name == "HalfstepError" or (name in found and _is_ours(found[name][0], found))
+
+
+def proofs() -> str:
+    """Returns the page of proofs: what is written by hand, then the record of `make prove`, if there is one."""
+    name = "measurements/proofs.md"
+    path = HERE / "measurements" / "proofs.json"
+    recorded = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    lines = [
+        [part, each["date"], f"`{each['commit']}`", each["machine"], f"{each['seconds']:,.0f}"]
+        for part, each in recorded.items()
+    ]
+    return f"{written(name)}\n{table(['part', 'last passed', 'commit', 'machine', 'seconds'], lines)}\n"
 
 
 PAGES = {
-    "api.md": api,
+    "api/index.md": api_index,
+    **{f"api/{page}.md": partial(api, page) for page in MODULES},
+    "architecture.md": architecture,
     "audit.md": audit,
     "cli.md": cli,
-    "events.md": events,
-    "formats.md": formats,
+    "errors.md": errors,
+    "logging.md": logging,
+    "measurements/proofs.md": proofs,
     "policies.md": policies,
     "settings.md": settings,
 }
 
 
 def _entry(name: str, what: Any) -> Iterator[str]:
-    yield f"### {name}"
+    yield f"## {name}"
     if not inspect.isclass(what):
         yield _code(_signature(what))
     elif dataclasses.is_dataclass(what):
@@ -297,7 +395,7 @@ def _entry(name: str, what: Any) -> Iterator[str]:
         value = inspect.getattr_static(what, attribute)
         function = value.fget if isinstance(value, property) else inspect.unwrap(getattr(what, attribute))
         kinds = {property: "@property\n", classmethod: "@classmethod\n"}
-        yield f"#### {name}.{attribute}"
+        yield f"### {name}.{attribute}"
         yield _code(kinds.get(type(value), "") + _signature(function))
         yield inspect.cleandoc(function.__doc__ or "")
 
@@ -308,7 +406,9 @@ def _methods(name: str, kind: type) -> list[str]:
     if chosen is not None:
         return [method for method in chosen if hasattr(kind, method)]  # optimizers differ by backend
     kinds = (types.FunctionType, property, classmethod)
-    public = [key for key, value in vars(kind).items() if isinstance(value, kinds) and not key.startswith("_")]
+    parts = [part for part in reversed(kind.__mro__) if part is kind or part.__name__ == "Engine"]  # of a Run
+    members = {key: value for part in parts for key, value in vars(part).items() if not key.startswith("_")}
+    public = [key for key, value in members.items() if isinstance(value, kinds)]
     return [key for key in public if key not in INTERNAL.get(name, ())]
 
 

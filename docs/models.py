@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from halfstep.core.audit.reached import Row
-from halfstep.torch.functions.entry import Skip
-from halfstep.torch.step import Run, prepare
+from halfstep.core.audit.coverage import Row
+from halfstep.torch.convert.functions.entry import Skip
+from halfstep.torch.run import Run, prepare
 
 HERE = Path(__file__).parent
 KINDS = {
@@ -49,13 +49,13 @@ def page() -> str:
 def tables() -> dict[str, list[list[str]]]:
     """Returns how the modules and the functions of each family run."""
     modules = [["model", *KINDS]]
-    functions = [["model", "reached", "in compute", "as they are"]]
+    functions = [["model", "covered", "in compute", "unchanged"]]
     for family in zoo().FAMILIES.values():
         rows: list[Row] = []
         for attention in zoo().ATTENTION:
             model, loss = family.make(attention)
             run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16-mixed")
-            rows += run.reach(lambda _, model=model, loss=loss: loss(model), None).rows
+            rows += run.coverage(lambda _, model=model, loss=loss: loss(model), None).rows
         modules.append([family.name, *(_kinds(run, words) for words in KINDS.values())])
         functions.append([family.name, *_functions(rows)])
     return {"modules": modules, "functions": functions}
@@ -89,7 +89,7 @@ def _functions(rows: Iterable[Row]) -> list[str]:
     columns: list[dict[str, None]] = [{}, {}, {}]
     for row in rows:
         name = f"`{row.function.rpartition('.')[2]}`"
-        if row.how == "reached":
+        if row.how == "covered":
             columns[0][name] = None
         elif row.why == Skip.IN_COMPUTE:
             columns[1][name] = None

@@ -28,7 +28,7 @@ def on_torch(config: ModelConfig, policy: Policy, weights: Arrays) -> Pass:
     """Returns the decoder's forward and backward pass on PyTorch."""
     import torch
 
-    from halfstep.torch.apply import apply
+    from halfstep.torch.convert.apply import apply
     from halfstep.torch.model import Decoder
 
     model = Decoder(config)
@@ -68,7 +68,7 @@ def on_mlx(config: ModelConfig, policy: Policy, weights: Arrays) -> Pass:
     from mlx import nn
     from mlx.utils import tree_flatten, tree_unflatten
 
-    from halfstep.mlx.apply import apply
+    from halfstep.mlx.convert.apply import apply
     from halfstep.mlx.model import Decoder
 
     model = Decoder(config)

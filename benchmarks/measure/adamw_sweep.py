@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from halfstep.torch.cast import split
 from halfstep.torch.kernels import adamw
+from halfstep.torch.numerics.cast import split
 
 FORMS = ((512, 4), (1024, 4), (1024, 8), (2048, 4), (2048, 8), (4096, 8))  # chunk, warps
 

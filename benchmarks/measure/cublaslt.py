@@ -54,7 +54,7 @@ class LtMatmul:
         self, left: Tensor, right: Tensor, out: Tensor, epilogue: int, aux: Tensor | None, bias: Tensor | None,
         turned: str,
     ) -> None:  # fmt: skip
-        """Makes the descriptors of the matmul and of its matrices."""
+        """Makes cuBLASLt's descriptors of the matmul and of its matrices."""
         self.description = ctypes.c_void_p()
         self._call("cublasLtMatmulDescCreate", ctypes.byref(self.description), COMPUTE_32F, TYPES[torch.float32])
         self._set(TRANSA, ctypes.c_int32(int("right" in turned)))
@@ -98,7 +98,7 @@ class LtMatmul:
         return found
 
     def __call__(self) -> None:
-        """Multiplies."""
+        """Runs the matmul on these operands with the chosen algorithm."""
         left, right, out, _, _ = self.kept
         one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
         address = [ctypes.c_void_p(matrix.data_ptr()) for matrix in (right, left, out)]
@@ -110,8 +110,8 @@ class LtMatmul:
             ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
         )  # fmt: skip
 
-    def settle(self, milliseconds: Callable[[Callable[[], None], int], float]) -> str:
-        """Takes the fastest of the algorithms that cuBLASLt proposes; returns which."""
+    def choose_algorithm(self, milliseconds: Callable[[Callable[[], None], int], float]) -> str:
+        """Times the algorithms that cuBLASLt proposes, keeps the fastest, and returns its description."""
         times = []
         for self.algorithm in self.found:  # noqa: B020
             try:

@@ -25,8 +25,7 @@ from halfstep.config.load import load
 from halfstep.config.weights import initial_weights
 from halfstep.core.formats import FP32
 from halfstep.core.policy import Policy
-from halfstep.tools.export.other import OtherModel
-from halfstep.tools.export.targets import ONNX, TARGETS, Job
+from halfstep.tools.export.targets import ONNX, TARGETS, Job, OtherModel
 from halfstep.training.session import open_session
 
 OURS, BASE = ("fp32", "bf16-mixed"), "onnxruntime fp32"

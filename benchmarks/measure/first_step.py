@@ -83,7 +83,7 @@ def main() -> None:
 def in_process(
     arm: str, options: argparse.Namespace, cache: Path, seconds: float | None = None, more: Sequence[str] = ()
 ) -> dict[str, float]:
-    """Runs an arm in a new process whose caches are in a folder, for at most so many seconds."""
+    """Runs an arm in a new process with its caches in a folder, within a time limit in seconds."""
     folders = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "HALFSTEP_CACHE": "halfstep"}
     folders = {name: str(cache / folder) for name, folder in folders.items()}
     given = ["--size", options.size, "--steps", str(options.steps), "--device", options.device, "--one", arm]
@@ -103,14 +103,15 @@ def run(options: argparse.Namespace) -> dict[str, float]:
     import torch
     from torch._dynamo.utils import counters
 
-    from halfstep.tools.bench.arms.model import GPT2
+    sys.path.insert(0, str(Path(__file__).parents[2]))  # for benchmarks
+    from benchmarks.gpt2 import GPT2
 
     size, device = SIZES[options.size], torch.device(options.device)
     torch.manual_seed(0)
     with device:  # to draw 1.3 billion numbers on a CPU would be a large part of every arm's time
         model = GPT2(**{name: getattr(size, name) for name in GIVEN})
     before = time.perf_counter()
-    make = under_autocast if options.one == "autocast" else by_halfstep
+    make = make_autocast_update if options.one == "autocast" else make_halfstep_update
     update, saved, load = make(model, options.one, size)
     prepared = time.perf_counter() - before
     if options.load:
@@ -132,8 +133,8 @@ def run(options: argparse.Namespace) -> dict[str, float]:
     return {**times, **counts, "memory": memory, "loss": loss}
 
 
-def under_autocast(model: Any, _: str, __: Size) -> Any:
-    """Returns an update as most recipes write it, without halfstep; what saves its state; what loads it."""
+def make_autocast_update(model: Any, _: str, __: Size) -> Any:
+    """Returns three functions: an update as most recipes write it, and what saves and loads its state."""
     import torch
 
     forward, optimizer = torch.compile(model), torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -155,8 +156,8 @@ def under_autocast(model: Any, _: str, __: Size) -> Any:
     return update, lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, load
 
 
-def by_halfstep(model: Any, arm: str, size: Size) -> Any:
-    """Returns the same by halfstep, compiled as a whole or block by block."""
+def make_halfstep_update(model: Any, arm: str, size: Size) -> Any:
+    """Returns an update by halfstep, compiled whole or block by block, and what saves and loads its state."""
     import torch
 
     from halfstep.torch import AdamW, prepare

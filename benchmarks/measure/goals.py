@@ -11,7 +11,7 @@
     fp8-loss fp8-1.3b-loss      held-out losses over three seeds, after 1000 and 300 steps
     golf-loss                   the same of golf and its source, after 60 updates
 
-Arms of a row take turns (`halfstep bench`, benchmarks/race/recipes.py), each in a process that holds its model, so
+Arms of a row take turns (benchmarks/race/bench.py and recipes.py), each in a process that holds its model, so
 that a peak of memory is its own; first steps and seeds run one after the other (first_step.py, race/seeds.py). A
 speed is the ratio of median turns, with that of the fastest beside it. An arm that fails, or is not ready in time,
 is named, and the others continue. The result of a row is printed, and kept in `--save`, as soon as it exists; the
@@ -34,10 +34,10 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, Literal
 
-import first_step
-
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for benchmarks
+from benchmarks.measure import first_step
+from benchmarks.race import race as bench
 from halfstep.core.errors import HalfstepError
-from halfstep.tools.bench import run as bench
 
 RACE = Path(__file__).parents[1] / "race"
 Arm = dict[str, Any]  # seconds of turns, memory in bytes, held_out (by seed in rows of losses), failed: why
@@ -46,7 +46,7 @@ Measure = Callable[[Sequence[str], dict[str, Any], float, dict[str, Arm]], dict[
 
 @dataclass(frozen=True)
 class Goal:
-    """A bound on the ratio of two arms, and what to go for."""
+    """A bound on the ratio of two arms, and the value to aim for."""
 
     ours: str
     theirs: str
@@ -92,12 +92,12 @@ class Row:
 
     @property
     def arms(self) -> list[str]:
-        """The arms of its goals, and those without."""
+        """The arms that the goals of the row compare, and those that have no goal."""
         return [*dict.fromkeys(name for goal in self.goals for name in (goal.ours, goal.theirs)), *self.also]
 
 
 def race(arms: Sequence[str], setting: dict[str, Any], seconds: float, known: dict[str, Arm]) -> dict[str, Arm]:
-    """Races arms of `halfstep bench`."""
+    """Races arms of benchmarks/race/bench.py."""
     result = bench.run(arms, seconds=seconds, log=say, **setting)
     return {
         arm.name: {
@@ -134,7 +134,7 @@ def _of_recipe(found: dict[str, Any] | None, failed: str) -> Arm:
 def recipe_seeds(
     arms: Sequence[str], setting: dict[str, Any], seconds: float, known: dict[str, Arm]
 ) -> dict[str, Arm]:
-    """Races a recipe and its source with several seeds, except those that are known already."""
+    """Races a recipe and its source with several seeds, except those whose losses are on record."""
     end = time.monotonic() + seconds
     losses = {name: dict(known.get(name, {}).get("held_out") or {}) for name in arms}
     for seed in setting["seeds"]:
@@ -169,7 +169,7 @@ def first_steps(
 
 
 def seeds(arms: Sequence[str], setting: dict[str, Any], seconds: float, known: dict[str, Arm]) -> dict[str, Arm]:
-    """Trains policies with several seeds, except those that are known already."""
+    """Trains policies with several seeds, except those whose losses are on record."""
     end, found = time.monotonic() + seconds, dict[str, Arm]()
     given = [f"--{name}={value}" for name, value in setting.items() if name != "seeds"]
     for name in arms:
@@ -207,7 +207,7 @@ def _run(script: str, arguments: list[str], seconds: float) -> str:
 
 
 def _losses_apart(ours: Mapping[str, float], theirs: Mapping[str, float]) -> tuple[float, None] | str:
-    """Returns how far the means of the same seeds are apart, in spreads of theirs."""
+    """Returns the distance between two arms' mean losses over the same seeds, in units of the second's spread."""
     spread = max(theirs.values()) - min(theirs.values())
     if not spread:
         return "one seed has no spread"
@@ -362,7 +362,7 @@ def compile_order(arm: str) -> int:
     return 0 if "fp8" in arm else 1 if arm == "torchao" else 2
 
 
-def together(names: Sequence[str], options: argparse.Namespace) -> list[list[str]]:
+def group_rows(names: Sequence[str], options: argparse.Namespace) -> list[list[str]]:
     """Returns the rows that share a run, in the order of their first."""
     groups: dict[Any, list[str]] = {}
     for name in names:
@@ -391,11 +391,11 @@ def measure(names: Sequence[str], options: argparse.Namespace, seconds: float, k
     for name, row in zip(names, rows, strict=True):
         own = {arm: found[arm] for arm in row.arms}
         kept[name] = {"date": str(date.today()), "took": took, "setting": setting, "arms": own}
-    print("\n".join(described(found)))
+    print("\n".join(describe(found)))
     print("\n".join(table(kept, names)), flush=True)
 
 
-def described(arms: dict[str, Arm]) -> list[str]:
+def describe(arms: dict[str, Arm]) -> list[str]:
     """Returns the figures of each arm as lines."""
     lines = [f"\n{'arm':24}{'median ms':>12}{'fastest':>12}{'MiB':>9}  held-out loss"]
     for name, arm in arms.items():
@@ -447,7 +447,7 @@ def say(text: str) -> None:
 
 
 def main() -> int:
-    """Measures the rows that are asked for; exit code 1 if an arm failed or a goal of theirs was missed."""
+    """Measures the rows of the command line; returns 1 if an arm failed or a goal was missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--seconds", type=float, default=540.0, help="of all rows together")
@@ -460,7 +460,7 @@ def main() -> int:
     kept = json.loads(options.save.read_text()) if options.save and options.save.exists() else {}
     if options.dry:
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
-    for names in [] if options.print else together(options.rows, options):
+    for names in [] if options.print else group_rows(options.rows, options):
         measure(names, options, end - time.monotonic(), kept)
         if options.save:
             options.save.write_text(json.dumps(kept, indent=1) + "\n")

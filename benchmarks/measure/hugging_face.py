@@ -5,8 +5,8 @@
     python benchmarks/measure/hugging_face.py --section shapes                  # --model llama: one of them
     python benchmarks/measure/hugging_face.py --tiny                            # on a CPU: whether it runs
 
-    plain     autocast   the model as it is, autocast to bf16, torch's fused AdamW, clipped to 1: what most have
-              causal     the same, and attention gets no mask, as somebody who looked at a profile would have it
+    plain     autocast   the unchanged model under autocast in bf16, torch's fused AdamW, clipped: the usual way
+              causal     the same, but attention gets no mask, as you would write it after a look at the profile
               halfstep   prepare(model, AdamW, "bf16-mixed,param=fp32:split", clip_norm=1)
     trainer   stock      transformers.Trainer with bf16=True, torch_compile=True, logging_nan_inf_filter=False
               halfstep   our Trainer with policy="bf16-mixed" instead of bf16=True
@@ -287,7 +287,7 @@ def _leave_masks_out(model: Any) -> None:
 
 
 class Rows(torch.utils.data.Dataset[Batch]):
-    """Ready-made random sequences, as many as a Trainer asks for."""
+    """A dataset of ready-made random sequences, as long as a Trainer needs."""
 
     def __init__(self, rows: Tensor, count: int, mask: bool):
         self._rows, self._count = rows, count
@@ -370,7 +370,7 @@ class Arm:
         theirs.close()
 
     def turn(self, steps: int, deadline: float) -> dict[str, Any]:
-        """Has the arm make so many updates; ends it if there are none."""
+        """Has the arm make a number of updates; zero ends it."""
         self.start(steps)
         return self.result(deadline)
 
@@ -393,14 +393,14 @@ class Arm:
         return got
 
     def end(self) -> None:
-        """Ends the process, whatever it does; one that has sent its loss ends by itself."""
+        """Ends the process; one that has sent its loss ends by itself."""
         self._process.join(10.0 if self.done else 0.0)
         self._process.terminate()
         self._process.join()
 
 
 def measure(section: str, model: str, given: argparse.Namespace, deadline: float) -> dict[str, Any]:
-    """Returns what the arms took for one model, what they held, and their losses."""
+    """Races the arms on one model; returns their times, peaks of memory and losses."""
     arms = [Arm(section, model, name, given) for name in SECTIONS[section].arms]
     try:
         compiling, together = {}, given.together or not SECTIONS[section].bars
@@ -440,7 +440,7 @@ def measure(section: str, model: str, given: argparse.Namespace, deadline: float
 
 
 def show(result: dict[str, Any], *, judged: bool) -> list[str]:
-    """Prints a result; returns what is wrong with it."""
+    """Prints a result; returns the bars that it misses and the losses that disagree."""
     arms, section = result["arms"], SECTIONS[result["section"]]
     where = f"{result['section']} {result['model']}"
     print(f"{where}, {result['batch']}")

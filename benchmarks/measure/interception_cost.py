@@ -21,7 +21,7 @@ from torch import nn
 
 from halfstep.torch import AdamW, prepare
 from halfstep.torch.convert import modules
-from halfstep.torch.functions.mode import WATCHERS, within
+from halfstep.torch.convert.functions.mode import WATCHERS, run_in_mode
 
 ROUNDS = 15
 
@@ -60,13 +60,13 @@ def measure(model: nn.Module, options: argparse.Namespace) -> tuple[float, float
     WATCHERS.append(lambda *event: seen.append(event[1]))
     step()
     WATCHERS.pop()
-    times: dict[Any, list[float]] = {within: [], without: []}
+    times: dict[Any, list[float]] = {run_in_mode: [], without: []}
     for _ in range(ROUNDS):
         for way, taken in times.items():
             modules.within = way
             taken.append(step())
-    modules.within = within
-    return min(times[within]), min(times[without]), len(seen)
+    modules.within = run_in_mode
+    return min(times[run_in_mode]), min(times[without]), len(seen)
 
 
 def main() -> None:

@@ -263,7 +263,7 @@ def adamw(config: Any) -> Any:
 def jax_memory() -> int:
     import jax
 
-    from halfstep.jax.memory import peak
+    from halfstep.jax.numerics.memory import peak
 
     return peak(jax.local_devices()[0])
 

@@ -1,14 +1,17 @@
-"""How far a step, a save and a resume travel through the package: files entered, Python calls, files opened.
+"""How far `prepare`, a step, a save and a resume go through the package: files entered, calls, files opened.
 
     python benchmarks/measure/journeys.py [--policy bf16-mixed] [--json]
 
     step     one `Session.step` of a small decoder (2 layers, 2 micro-batches, Muon and AdamW, on the CPU), after
              three others: Python calls into files of this package, and how many files those are
+    prepare  the first one of a process, of a model of three modules: Python calls, calls of `Policy.resolve`,
+             `base_precision` and `check_model`, and how many files are opened
     save     from the loop's `save` to the end of the thread that writes: files entered
-    resume   `halfstep train --resume` of a finished run with more steps to do: times run.toml is opened
+    resume   `halfstep train --resume` of a run with more steps to do: times run.toml and manifest.json are read
 
-Calls are counted by `sys.setprofile`, opened files by an audit hook, so the numbers do not depend on the
-machine.
+Exit code 1 if one is longer than BARS allows. Calls are counted by `sys.setprofile`, files that are read by an
+audit hook, so the numbers do not depend on the machine. One `open` with an opener, as `open_regular` has it, is
+two events: that of the opener has no mode.
 """
 
 import argparse
@@ -16,6 +19,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import sys
 import tempfile
 import threading
@@ -26,16 +30,25 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+import torch
 
 import halfstep
 from halfstep.cli.main import run as halfstep_command
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
+from halfstep.torch import prepare
 from halfstep.training.session import open_session
 
 PACKAGE = str(Path(halfstep.__file__).parent) + os.sep
 SMALL = ["model.layers=2", "model.width=32", "model.heads=2", "model.context=32", "training.batch=2"]
 TWO = [*SMALL, "training.micro_batches=2"]
+# The longest each may be.
+BARS = {
+    "prepare": {"Python calls": 900, "Policy.resolve": 1, "base_precision": 1, "check_model": 1},
+    "step": {"Python calls": 750},
+    "save": {"files entered": 16},
+    "resume": {"run.toml read": 1, "manifest.json read": 2},
+}
 
 
 class Calls:
@@ -78,6 +91,34 @@ def step(policy: str) -> Calls:
     calls = Calls()
     with profiled(calls):
         session.step(tokens)
+    return calls
+
+
+class Prepares(Calls):
+    """Counts calls, and the files that are opened meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened = 0
+
+    def times(self, function: str) -> int:
+        """How many times a function was called, by its qualified name."""
+        return sum(number for (_, name), number in self.of.items() if name == function)
+
+
+def prepared(policy: str) -> Prepares:
+    """One `prepare` of a model of three modules, in a process that has prepared nothing yet."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    calls, watching = Prepares(), True
+
+    def hook(event: str, _: tuple[Any, ...]) -> None:
+        calls.opened += watching and event == "open"
+
+    sys.addaudithook(hook)
+    with profiled(calls):
+        prepare(model, optimizer, policy)
+    watching = False
     return calls
 
 
@@ -126,18 +167,13 @@ def train(out: Path, text: Path, *more: str) -> None:
         halfstep_command(["train", *words, "--policy", "fp32", "--device", "cpu", "--out", str(out), *more])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--policy", default="bf16-mixed", help="of the step")
-    parser.add_argument("--list", type=int, default=0, metavar="N", help="the N functions a step calls most")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    calls = step(options.policy)
-    opened: Counter[str] = Counter()
+def save_and_resume() -> dict[str, dict[str, int]]:
+    """A run that saves, and one that resumes it from the checkpoint in the middle."""
+    read: Counter[str] = Counter()
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and isinstance(arguments[0], str | os.PathLike) and watching:
-            opened[Path(arguments[0]).name] += 1
+        if event == "open" and isinstance(arguments[0], str | os.PathLike) and arguments[1] == "r" and watching:
+            read[Path(arguments[0]).name] += 1
 
     watching = False
     sys.addaudithook(hook)
@@ -149,28 +185,46 @@ def main() -> int:
             train(out, text)
         # A run that was stopped halfway: its newest checkpoint is of step 2.
         for path in sorted((out / "checkpoints").glob("step-*"))[1:]:
-            for file in path.iterdir():
-                file.unlink()
-            path.rmdir()
+            shutil.rmtree(path)
         watching = True
         train(out, text, "--resume")
         watching = False
         resumed = len(list((out / "checkpoints").glob("step-*4")))
     assert resumed == 1, "the run did not resume to its end"
+    return {
+        "save": {"files entered": len(saves.files)},
+        "resume": {f"{name} read": read[name] for name in ("run.toml", "manifest.json")},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--policy", default="bf16-mixed", help="of `prepare` and the step")
+    parser.add_argument("--list", type=int, default=0, metavar="N", help="the N functions a step calls most")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    first, calls = prepared(options.policy), step(options.policy)
+    counted = {name: first.times(name) for name in ("Policy.resolve", "base_precision", "check_model")}
     result = {
-        "step": {"calls": calls.of.total(), "files": len(calls.files)},
-        "save": {"files": len(saves.files)},
-        "resume": {"run.toml opened": opened["run.toml"]},
+        "prepare": {"Python calls": first.of.total(), **counted, "files opened": first.opened},
+        "step": {"Python calls": calls.of.total(), "files entered": len(calls.files)},
+        **save_and_resume(),
     }
     if options.json:
-        print(json.dumps(result | {"step files": calls.files, "save files": saves.files}, indent=2))
-        return 0
-    print(f"step     {calls.of.total():,} Python calls in {len(calls.files)} files ({options.policy})")
-    print(f"save     {len(saves.files)} files")
-    print(f"resume   run.toml opened {opened['run.toml']} times, manifest.json {opened['manifest.json']} times")
-    for (file, name), number in calls.of.most_common(options.list):
-        print(f"{number:6}  {file}:{name}")
-    return 0
+        print(json.dumps(result, indent=2))
+    else:
+        for journey, numbers in result.items():
+            print(f"{journey:8} " + ", ".join(f"{number:,} {name}" for name, number in numbers.items()))
+        for (file, name), number in calls.of.most_common(options.list):
+            print(f"{number:6}  {file}:{name}")
+    too_long = [
+        f"{journey}: {result[journey][name]} {name}, at most {bar}"
+        for journey, bars in BARS.items()
+        for name, bar in bars.items()
+        if result[journey][name] > bar
+    ]
+    print(*too_long, sep="\n", file=sys.stderr)
+    return 1 if too_long else 0
 
 
 if __name__ == "__main__":

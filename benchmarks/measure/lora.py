@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from halfstep.core.formats import BF16
 from halfstep.core.stats import UpdateStats
 from halfstep.torch import AdamW, prepare
-from halfstep.torch.cast import carried
+from halfstep.torch.numerics.cast import carried
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import zoo

@@ -34,9 +34,10 @@ from torch import Tensor
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
 from halfstep.core.precision import precisions
-from halfstep.torch import casts_for, layers, linear, linear_cross_entropy, losses
-from halfstep.torch.fp8 import coded_loss
+from halfstep.torch import casts_for, layers, linear, linear_cross_entropy
 from halfstep.torch.layers import casts_of, cross_entropy
+from halfstep.torch.loss import coded as coded_loss
+from halfstep.torch.loss import plain as losses
 from halfstep.torch.measure import LayerWork, time_layer
 from halfstep.torch.session import Session
 

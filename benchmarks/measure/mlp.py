@@ -67,7 +67,7 @@ def with_sum(product: Tensor, h: Tensor) -> Results:
 
 
 def with_sum_and_gelu(product: Tensor, h: Tensor) -> Results:
-    """Returns the same and gelu(h)."""
+    """Returns the gradient of h, that of the bias, and gelu(h)."""
     return *with_sum(product, h), gelu(h)
 
 
@@ -104,7 +104,7 @@ class Part:
 
         def make() -> Work:
             made = matmul()
-            print(f"    {name}: {made.settle(milliseconds)}", flush=True)
+            print(f"    {name}: {made.choose_algorithm(milliseconds)}", flush=True)
 
             def work() -> Results:
                 made()
@@ -115,7 +115,7 @@ class Part:
         self.add(name, make)
 
     def race(self, rounds: int) -> None:
-        """Times and prints them."""
+        """Times the arms in turns and prints them."""
         times: dict[str, list[float]] = {name: [] for name in self.arms}
         for each in range(rounds + 1):
             for name in [*self.arms][:: 1 if each % 2 else -1]:
@@ -129,12 +129,12 @@ class Part:
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """Returns the relative distance of a result."""
+    """Returns the relative distance of a result from its reference."""
     return float((found.double() - expected).norm() / expected.norm())
 
 
 def captured(work: Work, device: str) -> Work:
-    """Returns the same as a CUDA graph: what the host does for a launch does not count."""
+    """Returns the function as a CUDA graph, so that the host's time to launch it does not count."""
     if device == "cpu":
         return work
     graph = torch.cuda.CUDAGraph()
@@ -252,7 +252,7 @@ def weight(name: str, rows: int, outputs: int, inputs: int, device: str) -> Part
 
 
 def parts_of(shape: Shape, device: str) -> list[Callable[[], Part]]:
-    """Returns how each part is made."""
+    """Returns the function that makes each part, by the part's name."""
     sizes = [(shape.hidden, shape.width), (shape.width, shape.hidden), (3 * shape.width, shape.width)]
     weights = [lambda size=size: weight(shape.name, shape.rows, *size, device) for size in sizes]  # type: ignore[misc]
     return [lambda: forward(shape, device), lambda: backward(shape, device), *weights]

@@ -5,7 +5,7 @@
 Each pass is compiled by itself, for 16,384 rows of 8,192 bf16 numbers, in the forms that were compared:
 
     tanh, sigmoid      GELU as torch has it, and as halfstep/torch/kernels/activations.py computes it
-    at once, by rows   the amax of all numbers, and of each row first (halfstep/torch/cast.py)
+    at once, by rows   the amax of all numbers, and of each row first (halfstep/torch/numerics/cast.py)
 
 A time is the median of rounds in alternating order, on the device alone. Needs a GPU; `--tiny` shows that it runs.
 """

@@ -73,7 +73,7 @@ class Arm:
             torch.cuda.reset_peak_memory_stats()
 
     def peak(self) -> int:
-        """Returns the most bytes since the last look, without those of the arm that was there before."""
+        """Returns the peak of bytes since the last call, without those of the other arm."""
         return torch.cuda.max_memory_allocated() - self._before if self.device == "cuda" else 1
 
     def wait(self) -> None:
@@ -82,13 +82,13 @@ class Arm:
             torch.cuda.synchronize()
 
     def step(self) -> None:
-        """Takes a step."""
+        """Trains one step."""
         result = self.session.step(self.batches[self.done % len(self.batches)])
         self.losses.append(result.loss)
         self.done += 1
 
     def run(self, steps: int) -> None:
-        """Takes steps; with the monitor, records as often as a run does, and reads one step later."""
+        """Trains several steps; with the monitor, records as often as a run does, and reads one step later."""
         for _ in range(steps):
             if self.monitor and (self.done + 1) % self.config.monitor.every == 0:
                 self.record()
@@ -99,21 +99,21 @@ class Arm:
                     self.unread.pop().read()
 
     def record(self) -> None:
-        """Takes a step whose numbers are recorded."""
+        """Trains one step whose numbers the monitor records."""
         weights = self.session.weight_numbers()
         self.step()
         self.unread += [weights, self.session.layer_numbers()]
         self.recorded = self.done
 
     def sample(self) -> None:
-        """Samples a batch, as far as what a run writes."""
+        """Samples a batch, up to the event that a run would write."""
         samples = self.session.sample(self.batches[self.done % len(self.batches)])
         for roles in samples.values():
             for sample in roles.values():
                 sample.to_dict()
 
     def timed(self, work: Any) -> float:
-        """Returns seconds."""
+        """Returns how many seconds an action takes, waiting for the device at both ends."""
         self.wait()
         begun = time.perf_counter()
         work()

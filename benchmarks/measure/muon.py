@@ -50,11 +50,11 @@ class Arm:
 
     def step(self) -> None:
         """Makes one update."""
-        with mock.patch.object(muon, "CHUNK", self.chunk), multiplied_by(kernel=self.kernel):
+        with mock.patch.object(muon, "CHUNK", self.chunk), use_products(kernel=self.kernel):
             self.optimizer.step(self.grads, **self.flags)
 
     def timed(self, repeats: int) -> tuple[float, float]:
-        """Returns ms per step, and ms until it was launched."""
+        """Returns milliseconds per step, and milliseconds until the host had launched it."""
         return timed(self.step, repeats, self.device)
 
     def peak(self) -> float:
@@ -69,16 +69,16 @@ class Arm:
         return (torch.cuda.max_memory_allocated() - before) / 2**20
 
     def off(self) -> float:
-        """Returns the relative distance of a direction from that of fp32, of the first matrix."""
+        """Returns the relative distance of the first matrix's direction from that in fp32."""
         given = next(iter(self.grads.values()))[None]
-        with multiplied_by(kernel=self.kernel):
+        with use_products(kernel=self.kernel):
             found = newton_schulz.orthogonalize(given, BF16).float()
         exact = newton_schulz.orthogonalize(given, FP32)
         return float((found - exact).norm() / exact.norm())
 
 
-def multiplied_by(*, kernel: bool) -> mock._patch:  # type: ignore[type-arg]
-    """Inside, torch multiplies, or the kernel if it can."""
+def use_products(*, kernel: bool) -> mock._patch:  # type: ignore[type-arg]
+    """Inside, symmetric products are computed by torch or, where it can, by the kernel."""
     real = newton_schulz.why_torch
     return mock.patch.object(newton_schulz, "why_torch", real if kernel else lambda *_: "it was asked to")
 

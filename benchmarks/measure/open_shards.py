@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from halfstep.training.data.batches import Batches
-from halfstep.training.data.checksums import CHUNK, page_digest
+from halfstep.training.data.checksums import CHUNK
 from halfstep.training.data.index import Index, Packing, ShardRecord, SideRecord, write_index
 from halfstep.training.data.load import load_corpus
 from halfstep.training.data.shards import HEADER_BYTES, header
@@ -39,7 +39,7 @@ def write_holes(folder: Path, gigabytes: float) -> None:
         sums = sums_of_holes(path)
         path.with_suffix(".crc").write_bytes(sums)
         digest = hashlib.sha256(sums).hexdigest()
-        records.append(ShardRecord(path.name, TOKENS, TOKENS, 1, "", page_digest(path), (), digest))
+        records.append(ShardRecord(path.name, TOKENS, TOKENS, 1, "", digest))
     total = TOKENS * len(records)
     train, val = SideRecord(total, len(records), total, total, tuple(records)), SideRecord(0, 0, 0, 0, ())
     write_index(

@@ -38,7 +38,7 @@ from halfstep.training.data.tokenizers import open_tokenizer
 BAR = 0.80
 
 
-def chosen(given: list[str], only: str | None, limit: int) -> list[Source]:
+def choose_sources(given: list[str], only: str | None, limit: int) -> list[Source]:
     """Returns the sources, cut off at `limit` bytes."""
     kept, total = [], 0
     for source in find_sources(given, only):
@@ -71,7 +71,7 @@ def encode(rank: int, sources: list[Source], tokenizer: str, name: str, barrier:
     answers.put((started, ended, used, sum(len(text.encode()) for texts in mine for text in texts)))
 
 
-def alone(sources: list[Source], tokenizer: str, name: str, workers: int) -> tuple[float, float]:
+def time_tokenizer(sources: list[Source], tokenizer: str, name: str, workers: int) -> tuple[float, float]:
     """Returns the tokenizer's bytes per second, and per second of processor time."""
     context = multiprocessing.get_context("spawn")
     barrier, answers = context.Barrier(workers), context.Queue()
@@ -90,7 +90,7 @@ def alone(sources: list[Source], tokenizer: str, name: str, workers: int) -> tup
     )
 
 
-def packed(sources: list[Source], tokenizer: str, workers: int, folder: Path) -> tuple[float, float]:
+def time_pack(sources: list[Source], tokenizer: str, workers: int, folder: Path) -> tuple[float, float]:
     """Returns the whole command's bytes per second, and per second of processor time."""
     shutil.rmtree(folder, ignore_errors=True)
     started, used = time.perf_counter(), processor_time()
@@ -116,11 +116,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit", type=float, default=100e6)
     options = parser.parse_args()
-    sources = chosen(options.sources, options.only, int(options.limit))
+    sources = choose_sources(options.sources, options.only, int(options.limit))
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = options.tokenizer or f"{folder}/tokenizer.json"
         if options.tokenizer is None:
-            train_tokenizer(chosen(options.sources, options.only, 20_000_000), Path(tokenizer), 50257)
+            train_tokenizer(choose_sources(options.sources, options.only, 20_000_000), Path(tokenizer), 50257)
         size, count = sum(source.num_bytes for source in sources), sum(len(source.files) for source in sources)
         print(
             f"{size / 1e6:.1f} MB in {count} files, {options.workers} processes, {options.rounds} rounds, ", end=""
@@ -128,9 +128,9 @@ def main() -> int:
         print(f"a vocabulary of {open_tokenizer(tokenizer).vocabulary}")
         rates: dict[str, list[tuple[float, float]]] = {"pack": [], "encode_batch": [], "encode_batch_fast": []}
         for number in range(options.rounds):
-            rates["pack"].append(packed(sources, tokenizer, options.workers, Path(folder) / "packed"))
+            rates["pack"].append(time_pack(sources, tokenizer, options.workers, Path(folder) / "packed"))
             for name in ("encode_batch", "encode_batch_fast"):
-                rates[name].append(alone(sources, tokenizer, name, options.workers))
+                rates[name].append(time_tokenizer(sources, tokenizer, name, options.workers))
             print(
                 f"round {number + 1}: " + ", ".join(f"{k} {v[-1][0] / 1e6:.2f} MB/s" for k, v in rates.items()),
                 flush=True,

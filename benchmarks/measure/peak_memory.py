@@ -18,16 +18,17 @@ from typing import Any
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for benchmarks
+from benchmarks.gpt2 import GPT2
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
-from halfstep.tools.bench.arms.model import GPT2
 from halfstep.torch import AdamW, prepare
 from halfstep.training.session import open_session
 
 VOCABULARY, CONTEXT, HEAD = 50304, 1024, 64
 
 
-def of_race(policy: str, options: argparse.Namespace) -> Callable[[], Any]:
+def make_race_step(policy: str, options: argparse.Namespace) -> Callable[[], Any]:
     """Returns a function that takes a step of the race's model."""
     torch.manual_seed(0)
     shape = {"layers": options.layers, "width": options.width, "heads": options.width // HEAD}
@@ -38,7 +39,7 @@ def of_race(policy: str, options: argparse.Namespace) -> Callable[[], Any]:
     return lambda: run.step(lambda pair: forward(*pair), [(tokens, tokens)])
 
 
-def of_recipe(policy: str, options: argparse.Namespace) -> Callable[[], Any]:
+def make_recipe_step(policy: str, options: argparse.Namespace) -> Callable[[], Any]:
     """Returns a function that takes a step of a recipe, as `halfstep train` does, on random tokens."""
     config = load(options.recipe, options.overrides)
     session = open_session(config, Policy.parse(policy), "cuda")
@@ -62,7 +63,7 @@ def history(step: Callable[[], Any]) -> tuple[int, list[dict[str, Any]]]:
     return before, events
 
 
-def at_peak(events: list[dict[str, Any]]) -> tuple[int, list[dict[str, Any]]]:
+def allocations_at_peak(events: list[dict[str, Any]]) -> tuple[int, list[dict[str, Any]]]:
     """Returns the most bytes allocated by the step at any time, and the allocations alive then."""
     live: dict[int, dict[str, Any]] = {}
     now, most, found = 0, 0, list[dict[str, Any]]()
@@ -98,8 +99,8 @@ def main() -> int:
         print("needs an NVIDIA GPU: torch records no other allocator", file=sys.stderr)
         return 2
     for policy in options.policies:
-        before, events = history((of_recipe if options.recipe else of_race)(policy, options))
-        most, found = at_peak(events)
+        before, events = history((make_recipe_step if options.recipe else make_race_step)(policy, options))
+        most, found = allocations_at_peak(events)
         print(f"\n{policy}: {before / 2**20:,.0f} MiB before a step, {most / 2**20:,.0f} more at its peak")
         for event in sorted(found, key=lambda event: -event["size"])[: options.top]:
             print(f"{event['size'] / 2**20:8,.0f} MiB  {allocated_by(event)[:120]}")

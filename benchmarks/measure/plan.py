@@ -28,10 +28,10 @@ from halfstep.core.policy import Policy
 from halfstep.tools.plan.machine import measured
 from halfstep.tools.plan.plan import Plan, plan_factory, plan_recipe
 from halfstep.torch import AdamW, prepare
-from halfstep.torch.dtypes import describe
-from halfstep.torch.planning import timing
-from halfstep.torch.planning.step import without_measuring
-from halfstep.torch.planning.tracker import Trace, Tracker
+from halfstep.torch.instruments.planning import timing
+from halfstep.torch.instruments.planning.step import force_measured
+from halfstep.torch.instruments.planning.tracker import Trace, Tracker
+from halfstep.torch.numerics.dtypes import describe
 from halfstep.training.session import open_session
 
 POLICIES = ("fp32", "bf16-mixed", "fp16-mixed", "fp8-mixed")
@@ -101,7 +101,7 @@ def observed(make: Callable[[], Callable[[], Any]], device: str) -> tuple[float,
 
 def compared(case: str, policy: str, compiled: bool, options: argparse.Namespace, machine: Any) -> list[str]:
     """Plans and runs one case; returns its row."""
-    parsed, batch = without_measuring(Policy.parse(policy)), options.batch or CASES[case]
+    parsed, batch = force_measured(Policy.parse(policy)), options.batch or CASES[case]
     if case == "hugging_face":
         given: dict[str, Any] = {"compiled": compiled, "steps": 1}
         plan = plan_factory(hugging_face(batch, options.layers, "meta"), parsed, machine, 1, 0.0, **given)

@@ -8,12 +8,12 @@ process, in reverse order every other round:
 
     plain         prepare(model, AdamW, "bf16-mixed"), compiled
     plain split   the same with split masters
-    DDP           DDP around the prepared model, compiled
+    DDP           DDP ring_share the prepared model, compiled
     DDP split     the same with split masters, which halfstep averages over ranks
     FSDP2         each block and the whole sharded; each block compiled, and the head with the loss
     torch's own   the same with torch's MixedPrecisionPolicy and fused AdamW, without halfstep
 
-What ranks would wait for each other is not in it: one rank has nobody to talk to. It shows what the engine's
+The time that ranks wait for each other is not included: there is only one rank. The script shows what the engine's
 bookkeeping costs, and that what is gathered is narrow: `gathered` is the bytes of all weights as layers see them
 under FSDP2. Exit code 1 if, at the larger shape, an arm of ours has less than 0.97 of the speed of its plain one.
 """
@@ -26,16 +26,18 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from autocast_arms import Update, take_turns
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from halfstep.tools.bench.arms.model import GPT2
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for benchmarks
+from benchmarks.gpt2 import GPT2
+from benchmarks.measure.autocast_arms import Update, take_turns
 from halfstep.torch import AdamW, prepare
 
 BAR = 0.97

@@ -8,14 +8,17 @@ every run. A time is the shortest of the rounds, in processor time.
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch._dynamo import symbolic_convert
 
-from halfstep.tools.bench.arms.model import GPT2
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for benchmarks
+from benchmarks.gpt2 import GPT2
 from halfstep.torch import prepare
 
 

@@ -13,6 +13,7 @@ interval), with the layers that fp8-mixed finds faster here, and half the spread
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,19 +24,19 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for benchmarks
+from benchmarks.gpt2 import GPT2
 from halfstep.core.compare.gaps import seed_spread, verdict
 from halfstep.core.policy import Policy
 from halfstep.core.precision import precisions
-from halfstep.tools.bench.arms.model import GPT2
-from halfstep.tools.tune.reasons import judged, policy_file, share
-from halfstep.tools.tune.rules import changed
+from halfstep.tools.tune.reasons import describe_saving, describe_verdict, policy_file
+from halfstep.tools.tune.rules import apply_assignment
 from halfstep.tools.tune.search import Option
 from halfstep.tools.tune.targets import base_of
 from halfstep.tools.tune.tune import Settings, Tuned, Tuner
 from halfstep.torch import AdamW, prepare
 from halfstep.torch.convert.plan import matmuls, plans_of
-from halfstep.torch.tuning.study import Study
-from halfstep.torch.tuning.trial import Trial
+from halfstep.torch.instruments.tuning import Study, Trial
 from halfstep.training.data.load import load_corpus
 
 HELD_OUT = 8  # batches
@@ -134,7 +135,7 @@ def rival_of(shape: Shape, base: Policy) -> Policy:
     narrow = run.conversion.measured.narrow or {plan.name: True for plan in matmuls(plans_of(run.model))}
     forward, backward = precisions(Policy.parse(named), [*narrow])[next(iter(narrow))].operands
     option = Option(str(forward.format), str(backward.format))
-    return changed(base, [*narrow], {name: option for name, chosen in narrow.items() if chosen})[0]
+    return apply_assignment(base, [*narrow], {name: option for name, chosen in narrow.items() if chosen})[0]
 
 
 def losses_of(shape: Shape, policy: Policy) -> list[float]:
@@ -177,7 +178,8 @@ def main() -> int:
     delta = seed_spread(reference) / 2
     tuned = tune(shape, max(of_rival.interval90[1], 0.0) + delta, options.out or Path(tempfile.mkdtemp()))
     for each in tuned.evaluations:
-        print(f"{len(each.modules)} of {len(tuned.rows)} narrow: {judged(each)}; {share(tuned, each)}", flush=True)
+        outcome = f"{describe_verdict(each)}; {describe_saving(tuned, each)}"
+        print(f"{len(each.modules)} of {len(tuned.rows)} narrow: {outcome}", flush=True)
     if tuned.met:
         print(policy_file(tuned), flush=True)
     alike = precisions(tuned.policy, tuned.rows) == precisions(rival, tuned.rows)

@@ -39,12 +39,12 @@ from torch import Tensor
 from halfstep.core.formats import BF16, E4M3, E5M2, FP32, Format
 from halfstep.core.precision import Precision
 from halfstep.core.roles import Accumulator, Operand
-from halfstep.torch.cast import quantize_scaled
-from halfstep.torch.convert.fp8_choice import learn_rows
-from halfstep.torch.dtypes import describe, supported
+from halfstep.torch.convert.fp8_choice import try_row_scales
 from halfstep.torch.fp8.linear import Lowered, lower, product
 from halfstep.torch.layers import casts_of
-from halfstep.torch.lowering import Casts
+from halfstep.torch.numerics.cast import quantize_scaled
+from halfstep.torch.numerics.dtypes import describe, supported
+from halfstep.torch.numerics.lowering import Casts
 
 WIDTHS = (16, 48, 768, 4096)
 TOKENS = (1, 16, 17, 250)
@@ -210,7 +210,7 @@ def main(arguments: list[str]) -> int:
         if not found:
             print(f"{fmt} cannot run on {device}: {found.reason}", file=sys.stderr)
             return 2
-    learn_rows(device)
+    try_row_scales(device)
     torch.set_float32_matmul_precision("highest")
     failed = 0
     print(f"{describe(device)}, torch {torch.__version__}\n")

@@ -52,7 +52,7 @@ def worker(out: str, arguments: list[str]) -> None:
     from halfstep.cli.main import run
 
     torch.set_num_threads(1)
-    jobs.SPOKEN_WITHIN = 0.1
+    jobs.REPORTED_WITHIN = 0.1
     log = os.open(f"{out}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -4,7 +4,7 @@
 
 The initial weights and the batches have the same bits. The order of sums differs, and every step amplifies that,
 so the runs diverge, but less than two seeds do. The bound is a quarter of the difference that another seed makes
-to this recipe after 400 steps in fp32 (0.0416 nats, docs/measurements/presets.md). Exit code 1 beyond it.
+to this recipe after 400 steps in fp32 (0.0416 nats, docs/measurements/quality.md). Exit code 1 beyond it.
 """
 
 import argparse

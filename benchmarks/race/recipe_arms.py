@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import recipe_tokens
 import torch
 import torch._functorch.config as partitioning
-from recipe_sources import Arm
 
+from benchmarks.race import recipe_tokens, workers
+from benchmarks.race.recipe_sources import Arm
 from halfstep.config.run import RunConfig
 from halfstep.config.weights import initial_weights
 from halfstep.core.policy import Policy
-from halfstep.tools.bench import workers
 from halfstep.training.data.batches import Batches, validation_batches
 from halfstep.training.data.load import load_corpus
 from halfstep.training.data.prefetch import Prefetch

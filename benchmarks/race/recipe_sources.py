@@ -59,7 +59,7 @@ class Attention(nn.Module):
         first = v if first is None else first
         if self.value_mix is not None:
             v = (1 - self.value_mix) * v + self.value_mix * first
-        q, k = (turned(F.rms_norm(t, (self.size,)), *turn) for t in (q, k))
+        q, k = (rotate(F.rms_norm(t, (self.size,)), *turn) for t in (q, k))
         if self.q_gain is not None:
             q = q * self.q_gain.to(q.dtype)[:, None]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -81,7 +81,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Both, behind a mix of the stream and the embedding."""
+    """Attention and MLP, behind a mix of the residual stream and the embedding."""
 
     def __init__(self, model: ModelConfig, linear: type[nn.Linear]):
         super().__init__()
@@ -95,9 +95,9 @@ class Block(nn.Module):
         """The stream after it, and the first block's values."""
         mix = self.residual_mix if self.attn_scale is None else self.residual_mix.to(x.dtype)
         x = mix[0] * x + mix[1] * x0
-        y, first = self.attn(normed(x), first, turn)
-        x = x + scaled(y, self.attn_scale, x.dtype)
-        return x + scaled(self.mlp(normed(x)), self.mlp_scale, x.dtype), first
+        y, first = self.attn(rms_normalize(x), first, turn)
+        x = x + scale_branch(y, self.attn_scale, x.dtype)
+        return x + scale_branch(self.mlp(rms_normalize(x)), self.mlp_scale, x.dtype), first
 
 
 class Speedrun(nn.Module):
@@ -119,12 +119,12 @@ class Speedrun(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The mean loss."""
-        x = normed(self.embed(tokens))
+        x = rms_normalize(self.embed(tokens))
         turn = self.turn(tokens.shape[1], x.dtype)
         x0, first = x, None
         for block in self.blocks:
             x, first = block(x, x0, first, turn)
-        return self.loss(normed(x), targets)
+        return self.loss(rms_normalize(x), targets)
 
     def turn(self, length: int, dtype: torch.dtype) -> Batch:
         """The tables of rotary positions."""
@@ -151,7 +151,7 @@ class Golf(Speedrun):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The mean loss."""
-        x = normed(self.embed(tokens))
+        x = rms_normalize(self.embed(tokens))
         turn = self.turn(tokens.shape[1], x.dtype)
         x0, kept = x, list[Tensor]()
         half = self.config.layers // 2
@@ -163,7 +163,7 @@ class Golf(Speedrun):
                 # The weights are in the order of the blocks they come from.
                 x = x + self.skip_weights[len(kept) - 1].to(x.dtype) * kept.pop()
             x, _ = block(x, x0, None, turn)
-        return self.loss(normed(x), targets)
+        return self.loss(rms_normalize(x), targets)
 
 
 class Muon(torch.optim.Optimizer):
@@ -197,7 +197,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def newton_schulz(gradient: Tensor) -> Tensor:
-    """Five steps in bf16."""
+    """Orthogonalizes matrices by five Newton-Schulz steps in bf16."""
     tall = gradient.shape[0] > gradient.shape[1]
     x = gradient.bfloat16()
     x = x / (x.norm() + 1e-7)
@@ -295,17 +295,17 @@ class Arm:
         return self.loss(batch).detach()
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions: the halves of each head turn by the angle of their position."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Applies rotary positions: the halves of each head turn by the angle of their position."""
     left, right = x.chunk(2, dim=-1)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)
 
 
-def normed(x: Tensor) -> Tensor:
-    """Divided by the root of its mean square."""
+def rms_normalize(x: Tensor) -> Tensor:
+    """Divides by the root of the mean square."""
     return F.rms_norm(x, (x.shape[-1],))
 
 
-def scaled(y: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What a branch adds, times a factor a channel where there is one."""
+def scale_branch(y: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Multiplies what a branch adds by its factor per channel, if it has one."""
     return y if scale is None else scale.to(dtype) * y

@@ -27,12 +27,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-import recipe_tokens
-
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for benchmarks
+from benchmarks.race import recipe_tokens
+from benchmarks.race.workers import FailedError, Worker
 from halfstep.config.load import load
 from halfstep.config.run import RunConfig
-from halfstep.tools.bench.workers import FailedError, Worker
 
 Answer = dict[str, Any]
 # The source on an H200: milliseconds per update of 524,288 tokens, and MiB.
@@ -46,7 +45,7 @@ SPARE_SECONDS = 30.0  # kept for the last evaluations
 def main() -> int:
     options = arguments()
     if options.worker:
-        import recipe_arms  # imports torch, which the parent does not need
+        from benchmarks.race import recipe_arms  # imports torch, which the parent does not need
 
         return recipe_arms.serve(options, configuration(options))
     started = time.perf_counter()
@@ -108,24 +107,24 @@ def race(options: argparse.Namespace, started: float, logs: Path) -> Answer:
     wanted = {"halfstep": options.steps, "source": options.source_steps or by_default}
     wanted = {arm: wanted[arm] for arm in options.arms}
     common = min(wanted.values())
-    command = [sys.executable, __file__, "--tokens", str(options.tokens), *passed_on()]
+    command = [sys.executable, __file__, "--tokens", str(options.tokens), *worker_options()]
     workers: dict[str, Worker] = {}
     arms: dict[str, Answer] = {arm: {"seconds": [], "losses": [], "evaluations": {}} for arm in wanted}
     try:
         for arm in wanted:  # one after another: compiling takes all cores
             workers[arm] = Worker([*command, "--worker", arm], logs / f"{arm}.log", os.environ)
-            with keeping_others(arm, workers, arms):
+            with keep_other_arms(arm, workers, arms):
                 arms[arm] |= workers[arm].hear(300.0)
         while left := [arm for arm in wanted if len(arms[arm]["losses"]) < wanted[arm] and arm in workers]:
             arm = min(left, key=lambda name: len(arms[name]["losses"]) / wanted[name])
             in_time = True
-            with keeping_others(arm, workers, arms):
+            with keep_other_arms(arm, workers, arms):
                 in_time = take_turn(arm, workers[arm], arms[arm], wanted[arm], common, options, started)
             if not in_time:
                 break
         for arm in [name for name in workers if arms[name]["losses"]]:
             limit, done = max(left_of(options, started), 0.0) + 2 * SPARE_SECONDS, len(arms[arm]["losses"])
-            with keeping_others(arm, workers, arms):
+            with keep_other_arms(arm, workers, arms):
                 if done not in arms[arm]["evaluations"]:  # the time was over
                     arms[arm]["evaluations"][done] = workers[arm].ask({"do": "evaluate"}, limit)["loss"]
                 arms[arm] |= workers[arm].ask({"do": "finish"}, limit)
@@ -136,7 +135,7 @@ def race(options: argparse.Namespace, started: float, logs: Path) -> Answer:
 
 
 @contextlib.contextmanager
-def keeping_others(arm: str, workers: dict[str, Worker], arms: dict[str, Answer]) -> Iterator[None]:
+def keep_other_arms(arm: str, workers: dict[str, Worker], arms: dict[str, Answer]) -> Iterator[None]:
     """Inside, an arm that fails is ended, and what there is of it and of the other is kept."""
     try:
         yield
@@ -171,7 +170,7 @@ def left_of(options: argparse.Namespace, started: float) -> float:
     return float(options.seconds - SPARE_SECONDS - (time.perf_counter() - started))
 
 
-def passed_on() -> list[str]:
+def worker_options() -> list[str]:
     """Returns the options for a worker: all but those that name files."""
     kept, skip = list[str](), False
     for word in sys.argv[1:]:

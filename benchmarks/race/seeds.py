@@ -20,11 +20,13 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from halfstep.tools.bench.arms.model import GPT2
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for benchmarks
+from benchmarks.gpt2 import GPT2
 from halfstep.torch import AdamW, prepare
 from halfstep.training.data.batches import Batches, validation_batches
 from halfstep.training.data.corpus import Corpus
@@ -50,14 +52,14 @@ class Policy:
 
     def __init__(self, policy: str, options: argparse.Namespace):
         self.options = options
-        self.model = self.drawn(options.seeds[0]).to(options.device)
+        self.model = self.draw_model(options.seeds[0]).to(options.device)
         self.optimizer = AdamW(self.model.parameters(), lr=options.rate, betas=(0.9, 0.95), weight_decay=0.1)
         tokens = options.batch * options.context
         self.run = prepare(self.model, self.optimizer, policy, clip_norm=CLIP_NORM, tokens=tokens)
         self.forward = torch.compile(self.model) if options.device != "cpu" else self.model
         self.begin = copy.deepcopy(self.run.state_dict())
 
-    def drawn(self, seed: int) -> GPT2:
+    def draw_model(self, seed: int) -> GPT2:
         """Returns a model with the first weights of a seed."""
         torch.manual_seed(seed)
         shape = {name: getattr(self.options, name) for name in SHAPE}
@@ -67,7 +69,7 @@ class Policy:
         """Forgets all training, and begins with the weights of a seed."""
         self.run.load_state_dict(self.begin)
         with torch.no_grad(), self.run.edit():
-            for held, given in zip(self.model.parameters(), self.drawn(seed).parameters(), strict=True):
+            for held, given in zip(self.model.parameters(), self.draw_model(seed).parameters(), strict=True):
                 held.copy_(given)
 
     def train(self, seed: int, corpus: Corpus) -> Iterator[dict[str, Any]]:
@@ -111,7 +113,7 @@ def main() -> int:
     options = arguments()
     corpus = load_corpus(options.source, 0.1, options.vocabulary)
     print(f"torch {torch.__version__}, {options.device}; {corpus.description}", flush=True)
-    found: dict[str, list[float]] = recorded(options.against, options.seeds) if options.against else {}
+    found: dict[str, list[float]] = read_reference(options.against, options.seeds) if options.against else {}
     with open(options.log or "/dev/null", "w", encoding="utf-8") as log:
         for policy in options.policies:
             prepared = Policy(policy, options)
@@ -126,7 +128,7 @@ def main() -> int:
     return judge(found)
 
 
-def recorded(log: str, seeds: list[int]) -> dict[str, list[float]]:
+def read_reference(log: str, seeds: list[int]) -> dict[str, list[float]]:
     """Returns fp32's held-out losses from a log, in the order of the seeds."""
     with open(log, encoding="utf-8") as file:
         events = [json.loads(line) for line in file]

@@ -1,7 +1,8 @@
 """`halfstep`: the commands, how their errors look, and what the exit code means.
 
-Data goes to stdout and messages to stderr. Exit codes: 0 success, 1 found a problem, 2 wrong usage, 130
-interrupted. If a full disk or a closed pipe refuses messages, they are lost and the command continues.
+Data goes to stdout and messages to stderr; with `--json` an error is data too, with its code. Exit codes: 0
+success, 1 found a problem, 2 wrong usage, 130 interrupted. If a full disk or a closed pipe refuses messages, they
+are lost and the command continues.
 
 The parser and every `--help` are derived from the signatures and docstrings of the commands. A command's module
 imports what it needs when it runs, so that `halfstep --help` loads no framework, not even numpy.
@@ -9,36 +10,21 @@ imports what it needs when it runs, so that `halfstep --help` loads no framework
 
 import sys
 import warnings
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnknownOptionError, UnusedCliTokensError
 
 from halfstep import __version__
-from halfstep.cli import (
-    audit,
-    bench,
-    compare,
-    data,
-    export,
-    formats,
-    plan,
-    policy,
-    probe,
-    report,
-    runs,
-    train,
-    trained,
-    tune,
-)
+from halfstep.cli import audit, compare, data, export, formats, plan, policy, probe, runs, train, trained, tune
 from halfstep.cli.output import discard, drop_refused_output, print_error, print_failure
-from halfstep.core.errors import ConfigError, HalfstepError
+from halfstep.core.errors import HalfstepError, OptionError
 
 
 def _check_number(_: Any, value: Any) -> None:
     """Refuses a number so long that Python does not print it, which an error about it would have to."""
     if isinstance(value, int) and abs(value) >= 2**256:
-        raise ConfigError(
+        raise OptionError(
             "a number among the arguments has more than 256 bits", hint="no option takes as many as 64"
         )
 
@@ -53,22 +39,25 @@ app = App(
 app.command(train.train)
 app.command(trained.evaluate, name="eval")
 app.command(trained.sample)
-app.command(trained.artifact)
 app.command(export.export)
+app.command(export.artifact)
 app.command(data.app)
 app.command(probe.probe)
 app.command(plan.plan)
 app.command(formats.formats)
 app.command(policy.policy)
-app.command(bench.bench)
 app.command(runs.runs)
-app.command(report.watch)
-app.command(report.report)
+app.command(runs.watch)
+app.command(runs.report)
 app.command(audit.audit)
 app.command(compare.compare)
 app.command(tune.tune)
 
 
+# Commands that are gone, and where to find what they did.
+MOVED = {
+    "bench": "the race is a script of the repository: run `python benchmarks/race/bench.py` in a clone of it",
+}
 # What an option that a command lacks is as a setting.
 SETTINGS = {"train": train.as_setting, "probe": probe.as_size}
 
@@ -89,18 +78,21 @@ def run(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str], trains: bool) -> int:
+    json = "--json" in takewhile(lambda argument: argument != "--", arguments)
     try:
+        if arguments and arguments[0] in MOVED:
+            raise OptionError(f"`halfstep {arguments[0]}` is no command anymore", hint=MOVED[arguments[0]])
         _check_empty(arguments)
         code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
-        print_error(*_explain(error, arguments))
+        print_error(*_explain(error, arguments), code="usage", json=json)
         return 2
     except (HalfstepError, OSError) as error:
         if isinstance(error, BrokenPipeError) and not trains:
             # The reader of our output has seen enough (`| head`); the rest has nowhere to go.
             discard(sys.stdout)
             return 0
-        print_failure(error)
+        print_failure(error, json=json)
         return 2
     return code if isinstance(code, int) else 0
 
@@ -113,7 +105,7 @@ def _check_empty(arguments: list[str]) -> None:
             option = name or option
             if option != "--prompt":
                 what = option if option.startswith("--") else "an argument"
-                raise ConfigError(f"{what} is empty", hint="is a variable not set? The current folder is `.`")
+                raise OptionError(f"{what} is empty", hint="is a variable not set? The current folder is `.`")
 
 
 def _explain(error: CycloptsError, arguments: list[str]) -> tuple[str, str]:

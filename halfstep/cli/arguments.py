@@ -24,7 +24,7 @@ Trained = Annotated[
     Path,
     Parameter(
         help="A run folder, for its newest checkpoint; the folder of a checkpoint; or a file that `halfstep "
-        "artifact` wrote."
+        "export --to artifact` wrote."
     ),
 ]
 OtherPolicy = Annotated[str | None, Parameter(help="The precision to run in; by default, that of the training.")]

@@ -56,20 +56,20 @@ def audit(
         List all rules.
     """
     from halfstep.core.audit.engine import check
-    from halfstep.core.errors import ConfigError
+    from halfstep.core.errors import OptionError, TargetError
     from halfstep.tools.audit.settings import read_accepted
 
     select, ignore = _split(select), _split(ignore)
     if rules:
         return _print_rules(select, ignore, json=json)
     if not target:
-        raise ConfigError(
+        raise TargetError(
             "`halfstep audit` needs a target",
             hint="a script (`halfstep audit -- python train.py`), a run folder, a checkpoint, a recipe or "
             "module:factory",
         )
     if steps is not None and steps < 1:
-        raise ConfigError(
+        raise OptionError(
             f"--steps {steps}: at least 1 update must be watched", hint="20 show most of what goes wrong"
         )
     accepted = read_accepted(accept)
@@ -93,14 +93,14 @@ def _split(names: Sequence[str]) -> tuple[str, ...]:
 
 def _collect(target: Sequence[str], steps: int | None, *, json: bool) -> "tuple[Collected, int]":
     """Returns what was seen, and 2 if a script could not be watched."""
-    from halfstep.core.errors import ConfigError
+    from halfstep.core.errors import OptionError
     from halfstep.tools.audit.targets import Collected, collect
 
     is_command = len(target) > 1 or (os.path.isfile(target[0]) and os.access(target[0], os.X_OK))
     if not is_command:
         collected = collect(target[0], steps or STEPS)
         if steps is not None and collected.records[0].source in ("run", "checkpoint", "recipe"):
-            raise ConfigError(
+            raise OptionError(
                 f"--steps {steps} changes nothing: nothing is run to audit `{target[0]}`", hint="leave it out"
             )
         return collected, 0

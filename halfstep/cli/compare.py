@@ -79,15 +79,15 @@ def compare(
     page
         The file to write the page to; by default, compare.html in the folder for the runs.
     """
-    from halfstep.core.errors import ConfigError
+    from halfstep.core.errors import OptionError
     from halfstep.tools.compare.judge import judge
-    from halfstep.tools.compare.sides import Training, is_there, runs_of
+    from halfstep.tools.compare.sides import Training, names_existing_runs, runs_of
 
     if delta is not None and not 0 <= delta < math.inf:
-        raise ConfigError(f"--delta {delta} is not a gap", hint="name a loss of 0 or more, such as 0.01")
-    there = is_there(a), is_there(b)
+        raise OptionError(f"--delta {delta} is not a gap", hint="name a loss of 0 or more, such as 0.01")
+    there = names_existing_runs(a), names_existing_runs(b)
     if there[0] != there[1]:
-        raise ConfigError(
+        raise OptionError(
             f"`{a if there[0] else b}` names a file or folder, and `{b if there[0] else a}` a policy to train: "
             "whether they would begin with the same weights and data is unknown",
             hint="name two policies, two run folders or two logs",
@@ -97,10 +97,10 @@ def compare(
         result = judge((a, b), *runs_of((a, b), column), delta=delta)
     else:
         if column is not None:
-            raise ConfigError("--column is of loss logs, and A and B are policies", hint="leave it out")
+            raise OptionError("--column is of loss logs, and A and B are policies", hint="leave it out")
         training = Training(recipe, _seeds(seeds), steps, overrides, (set_a, set_b), (ranks_a, ranks_b))
         out = out or train.RUNS / f"compare-{Path(recipe).stem}"
-        names, one, other = _trained((a, b), training, out, device)
+        names, one, other = _train_sides((a, b), training, out, device)
         result = judge(names, one, other, delta=delta)
     page = page or (None if out is None else out / "compare.html")
     if page is not None:
@@ -119,44 +119,44 @@ def _check_unused(
     recipe: str, seeds: int, steps: int | None, settings: tuple[str, ...], ranks: tuple[int, int]
 ) -> None:
     """Refuses what is about training where nothing is trained."""
-    from halfstep.core.errors import ConfigError
+    from halfstep.core.errors import OptionError
 
     given = {"--recipe": recipe != "tiny", "--seeds": seeds != 4, "--steps": steps is not None}
     given |= {"--set": bool(settings), "--ranks": ranks != (1, 1)}
     if named := [name for name, is_given in given.items() if is_given]:
-        raise ConfigError(
+        raise OptionError(
             f"{named[0]} is about training, and A and B name what is already trained",
             hint="leave it out, or name policies",
         )
 
 
 def _seeds(number: int) -> tuple[int, ...]:
-    from halfstep.core.errors import ConfigError
+    from halfstep.core.errors import OptionError
 
     if not 2 <= number <= 1000:
-        raise ConfigError(
+        raise OptionError(
             f"--seeds {number}: a verdict needs 2 to 1,000 pairs of runs",
             hint="4 is the default, and the fewest that show where curves part",
         )
     return tuple(range(number))
 
 
-def _trained(
+def _train_sides(
     policies: tuple[str, str], training: "Training", out: Path, device: str | None
 ) -> "tuple[tuple[str, str], list[Curve], list[Curve]]":
     """Returns names and runs of both sides, once they are trained."""
-    from halfstep.core.errors import ConfigError
+    from halfstep.core.errors import OptionError
     from halfstep.tools.compare.runs import train_ways
-    from halfstep.tools.compare.sides import check_alike, ways
+    from halfstep.tools.compare.sides import check_alike, resolve_ways
     from halfstep.training.telemetry.progress import RunsProgress
 
     if training.steps is not None and training.steps < 1:
-        raise ConfigError(f"--steps {training.steps} is no training", hint="name 1 or more")
+        raise OptionError(f"--steps {training.steps} is no training", hint="name 1 or more")
     if min(training.ranks) < 1:
-        raise ConfigError(
+        raise OptionError(
             f"{min(training.ranks)} ranks train nothing", hint="--ranks-a and --ranks-b are 1 or more"
         )
-    first, second = ways(policies, training)
+    first, second = resolve_ways(policies, training)
     check_alike(first.config, second.config)
     steps, seeds = first.config.training.steps, training.seeds
     print_words(f"{len(seeds)} pairs of runs of {steps:,} steps in `{out}`: {first.name} against {second.name}")
@@ -174,11 +174,11 @@ def _trained(
 
 
 def _write_page(result: "Comparison", page: Path) -> None:
-    from halfstep.core.compare import CompareError
+    from halfstep.core.errors import OptionError
     from halfstep.report.compare import html
     from halfstep.training.files import os_errors, write_whole
 
-    with os_errors(CompareError, f"`{page}` cannot be written", "name another file with --page"):
+    with os_errors(OptionError, f"`{page}` cannot be written", "name another file with --page"):
         page.parent.mkdir(parents=True, exist_ok=True)
         write_whole(page, html(result).encode("utf-8", errors="backslashreplace"))
 

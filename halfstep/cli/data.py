@@ -74,36 +74,36 @@ def pack(
     opened = open_tokenizer(tokenizer, separator)
     files, held_out = find_sides(sources, validation, only, field)
     request = PackRequest(field, only, held_out, shard_tokens)
-    before = _modified(out)
+    before = _modification_times(out)
     try:
         with BytesProgress("packing") as progress:
             index = run(files, out, opened, request, workers=num_workers, meter=progress)
     except KeyboardInterrupt:
         print_words(f"stopped; to resume `{out}`, run the same command again")
         return 130
-    if _modified(out) == before:
+    if _modification_times(out) == before:
         print_words(f"nothing to do: `{out}` is complete")
     _print_packed(out, index, json)
     return 0
 
 
 def _num_workers(asked: int | None) -> int:
-    from halfstep.core.errors import ConfigError
+    from halfstep.core.errors import OptionError
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most = max(64, 4 * cores)
     if asked is not None and not 1 <= asked <= most:
-        raise ConfigError(
+        raise OptionError(
             f"--workers is {asked}; it must be from 1 to {most}", hint="omit it: one per core is best"
         )
     return asked or cores
 
 
 def _check_shard_tokens(number: int) -> None:
-    from halfstep.core.errors import ConfigError
+    from halfstep.core.errors import OptionError
 
     if 0 < number < FEWEST_TOKENS:
-        raise ConfigError(
+        raise OptionError(
             f"--shard-tokens is {number}: each shard is a file, and there would be very many",
             hint=f"use {FEWEST_TOKENS:,} or more; the default is 100,000,000",
         )
@@ -194,7 +194,7 @@ def show(folder: Path, /, *, json: Json = False) -> None:
         ("separator", "none" if tokenizer.separator is None else f"token {tokenizer.separator}"),
         ("sources", ", ".join(source.given for source in index.packing.sources)),
         ("held out", _held_out(index)),
-        ("skipped", _skipped(index) or "nothing"),
+        ("skipped", _describe_skipped(index) or "nothing"),
         ("digest", index.digest),
     ]
     print_table(("", ""), rows)
@@ -211,7 +211,7 @@ def _held_out(index: "Index") -> str:
     return f"{held_out:g} of the documents" if isinstance(held_out, float) else held_out.given
 
 
-def _modified(out: Path) -> dict[str, int]:
+def _modification_times(out: Path) -> dict[str, int]:
     """Returns when each file of packed data was written, without the lock, which every command writes."""
     from halfstep.training.paths import LOCK
 
@@ -228,7 +228,7 @@ def _print_packed(out: Path, index: "Index", json: bool) -> None:
         rows.append((name, *counts, f"{side.text_bytes / max(1, side.tokens):.3f}"))
     columns = ("", "tokens", "documents", "bytes of text", "bytes per token")
     print_table(columns, rows, right=columns[1:])
-    if skipped := _skipped(index):
+    if skipped := _describe_skipped(index):
         print_words(f"skipped: {skipped}")
     text = index.train.text_bytes + index.val.text_bytes
     if index.train.token_bytes is None or index.val.token_bytes is None:
@@ -243,7 +243,7 @@ def _print_packed(out: Path, index: "Index", json: bool) -> None:
     print_words(f"to train on it: halfstep train --set data.source={out} --set model.vocabulary={vocabulary}")
 
 
-def _skipped(index: "Index") -> str:
+def _describe_skipped(index: "Index") -> str:
     from halfstep.training.data.walk import describe_skipped
 
     return ", ".join(describe_skipped(index.skipped))

@@ -1,23 +1,29 @@
-"""`halfstep export`: a trained model in the files of other libraries."""
+"""`halfstep export`: a trained model in the files of other libraries, or in one small file of our own."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from halfstep.cli.arguments import Device, HeldOut, Json, MovedData, Trained, Weights
+from halfstep.cli.arguments import Device, HeldOut, Json, MovedData, OtherBackend, OtherPolicy, Trained, Weights
 from halfstep.cli.output import print_words
 from halfstep.cli.trained import held_out_text, home_of, open_model, print_result
+from halfstep.config.run import Backend
 
 FOLDER = "export"  # in the run's folder
+TOKENS = 65_536  # of held-out text to score on
 
 
 def export(
     run: Trained,
     /,
     *,
-    to: Literal["hf", "safetensors", "onnx", "int8"],
+    to: Literal["hf", "safetensors", "onnx", "int8", "artifact"],
     format: Literal["fp32", "bf16", "fp16"] | None = None,
     out: Path | None = None,
-    tokens: int = 65_536,
+    tokens: int | None = None,
+    limit: int | None = None,
+    policy: str | None = None,
+    backend: Backend | None = None,
     weights: Weights = None,
     data: MovedData = None,
     validation: HeldOut = None,
@@ -31,30 +37,57 @@ def export(
     int8. The same held-out tokens are predicted before and after, both in fp32. The exit code is 1 if the export
     is not kept.
 
+    `artifact` is one small file that `eval`, `sample` and `train --init` read: matrices in int8 with a scale per
+    row, the rest in fp16, compressed with zlib. It is kept whatever it scores, in the policy of the training or
+    another; the exit code is 1 if it is larger than its limit.
+
     Parameters
     ----------
     to
         What to write.
     format
         The format of the weights; by default what the run's policy says under `export`. `onnx` is fp32, and
-        `int8` is a format itself.
+        `int8` and `artifact` are formats themselves.
     out
-        The folder to write; by default export/TO-FORMAT or export/int8 in the run folder. Replaces an older
-        export, but nothing else.
+        The folder to write; by default export/TO-FORMAT or export/int8 in the run folder. For `artifact` a file;
+        by default model.int8z in the run folder. Replaces an older export, but nothing else.
     tokens
-        How many held-out tokens to score on, at most the recipe's own number.
+        How many held-out tokens to score on, at most the recipe's own number; by default 65,536. An artifact is
+        scored on the recipe's own number.
+    limit
+        The most bytes an artifact may have; by default the recipe's limit. 0 means no limit.
+    policy
+        The precision to score an artifact in; by default, that of the training.
+    backend
+        The framework to score an artifact on; by default, that of the training.
     """
-    from halfstep.core.errors import ConfigError
+    from halfstep.core.errors import OptionError
     from halfstep.core.policy import Policy
     from halfstep.tools.export import run as tool
     from halfstep.tools.export.folder import check_place
     from halfstep.tools.export.targets import TARGETS, check_packages
     from halfstep.training import memory
-    from halfstep.training.data.held_out import run_tokenizer
+    from halfstep.training.data.load import run_tokenizer
     from halfstep.training.weights.artifact import is_artifact
 
+    if to == "artifact":
+        _refuse(to, format=format, tokens=tokens)
+        return artifact(
+            run,
+            out=out,
+            limit=limit,
+            policy=policy,
+            backend=backend,
+            weights=weights,
+            data=data,
+            validation=validation,
+            device=device,
+            json=json,
+        )
+    _refuse(to, limit=limit, policy=policy, backend=backend)
+    tokens = TOKENS if tokens is None else tokens
     if tokens < 1:
-        raise ConfigError("--tokens must be 1 or more", hint="65,536 are enough")
+        raise OptionError("--tokens must be 1 or more", hint="65,536 are enough")
     check_packages(to)
     target, home = TARGETS[to], run.parent if is_artifact(run) else home_of(run)
     if out is not None:
@@ -70,9 +103,74 @@ def export(
     if tokenizer is None:
         print_words("note: which tokenizer made the run's tokens is unknown, so none is exported")
     print_words(f"writing `{place}`; evaluating on {trained.config.data.held_out}, before and after")
-    with memory.convert_oom(trained.session.ran_out, lambda: memory.in_scoring(trained.config)):
+    with memory.convert_oom(trained.session.is_out_of_memory, lambda: memory.oom_while_scoring(trained.config)):
         result = tool.run(trained, corpus, tokenizer, to, fmt, place, device=device, tokens=tokens)
     print_result(trained, result.record(), json)
     if result.problem:
         print_words(f"error: the export was not kept: {result.problem}")
     return 1 if result.problem else 0
+
+
+def artifact(
+    run: Trained,
+    /,
+    *,
+    out: Path | None = None,
+    limit: int | None = None,
+    policy: OtherPolicy = None,
+    backend: OtherBackend = None,
+    weights: Weights = None,
+    data: MovedData = None,
+    validation: HeldOut = None,
+    device: Device = None,
+    json: Json = False,
+) -> int:
+    """The same as `halfstep export --to artifact`, under its older name.
+
+    Compresses a trained model with int8 and zlib, reads it back, and measures what that cost. Matrices are stored
+    in int8 with a scale per row, the rest in fp16. The same held-out tokens are predicted before and after. The
+    exit code is 1 if the file is larger than its limit.
+
+    Parameters
+    ----------
+    out
+        The file to write; by default model.int8z in the run folder. Replaces an older artifact, but no other
+        file.
+    limit
+        The most bytes the file may have; by default the recipe's limit. 0 means no limit.
+    """
+    from halfstep.core.errors import OptionError
+    from halfstep.training import memory
+    from halfstep.training.evaluation import evaluate as measure
+    from halfstep.training.weights.artifact import NAME, check_place, is_artifact, masters, origin_of, score
+
+    if limit is not None and not 0 <= limit < 2**63:
+        raise OptionError("--limit must be from 0 to 2^63 - 1 bytes", hint="0 means no limit")
+    if is_artifact(run):
+        raise OptionError(f"`{run}` is an artifact already", hint="name the run that it is from")
+    home = home_of(run)
+    place = out or home / NAME
+    check_place(place, home)
+    trained = open_model(run, device, data, validation, policy=policy, backend=backend, weights=weights)
+    config, session, corpus = trained.config, trained.session, held_out_text(trained)
+    if limit is not None:
+        config = replace(config, artifact=replace(config.artifact, limit=limit))
+    print_words(f"evaluating on {config.data.held_out}, before and after")
+    with memory.convert_oom(session.is_out_of_memory, lambda: memory.oom_while_scoring(config)):
+        before = measure(session, corpus, config)
+        # From the checkpoint's own numbers: the session may hold them rounded, in the policy to evaluate in.
+        weights_to_write = masters(trained.state, config.model, averaged=False)
+        manifest = trained.saved.manifest
+        origin = origin_of(manifest, manifest["step"], trained.weights)
+        result = score(session, corpus, config, place, before, weights_to_write, origin)
+    print_result(trained, result.record(), json)
+    return 1 if result.over else 0
+
+
+def _refuse(to: str, **options: object) -> None:
+    """Refuses options that are given and mean nothing for a target."""
+    from halfstep.core.errors import OptionError
+
+    for name, value in options.items():
+        if value is not None:
+            raise OptionError(f"--{name} {value}: `--to {to}` takes no --{name}", hint=f"leave --{name} out")

@@ -40,7 +40,7 @@ def _run(loop: "Loop", json: bool) -> int:
             print_words(f"page {page}")
         if loop.tally.step <= (loop.saver.saved_step or 0):
             raise
-        print_failure(error)  # steps were lost
+        print_failure(error, json=json)  # steps were lost
         return 1
     if not loop.job.owner:
         return 0
@@ -101,7 +101,7 @@ def _rows(outcome: "Outcome", loop: "Loop", page: Path | None) -> list[tuple[str
     from halfstep.training.telemetry.meters import describe_totals
 
     held_out, totals = outcome.held_out, outcome.totals
-    rows = [("trained", _trained(outcome, loop))]
+    rows = [("trained", _describe_training(outcome, loop))]
     if totals is not None:
         rows.append(("model FLOPs utilization", describe_totals(totals, loop.ceiling)))
     if held_out is not None:
@@ -118,7 +118,7 @@ def _rows(outcome: "Outcome", loop: "Loop", page: Path | None) -> list[tuple[str
     return rows
 
 
-def _trained(outcome: "Outcome", loop: "Loop") -> str:
+def _describe_training(outcome: "Outcome", loop: "Loop") -> str:
     if outcome.totals is None:
         return f"nothing: all {_steps(outcome.step)} were already trained"
     text = f"{_steps(_session_steps(outcome, loop))} in {outcome.seconds:.1f} s, "

@@ -9,15 +9,15 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from halfstep.core.errors import HalfstepError, as_message, printable
-from halfstep.training.telemetry.progress import lossy, wrapped
+from halfstep.training.telemetry.progress import drop_refusals, wrap_line
 
 
 @contextmanager
 def drop_refused_output(*, stdout: bool) -> Iterator[None]:
     """Drops messages that stderr refuses, such as on a full disk; with `stdout`, output too."""
     before = sys.stdout, sys.stderr
-    sys.stderr = lossy(sys.stderr)
-    sys.stdout = lossy(sys.stdout) if stdout else sys.stdout
+    sys.stderr = drop_refusals(sys.stderr)
+    sys.stdout = drop_refusals(sys.stdout) if stdout else sys.stdout
     try:
         yield
     finally:
@@ -43,7 +43,7 @@ def print_json(data: Any) -> None:
 
 
 def json_text(data: Any) -> str:
-    """Returns data as JSON, with null in place of NaN and infinities, which JSON lacks."""
+    """Returns data as JSON, with null for NaN and infinities, which JSON lacks."""
     return json.dumps(_finite(data), indent=2, allow_nan=False)
 
 
@@ -77,17 +77,21 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right:
 def print_words(*lines: str) -> None:
     """Prints a message on stderr, line by line; a terminal gets them broken between words."""
     for line in lines:
-        print(wrapped(as_message(line), sys.stderr), file=sys.stderr)
+        print(wrap_line(as_message(line), sys.stderr), file=sys.stderr)
 
 
-def print_failure(error: HalfstepError | OSError) -> None:
+def print_failure(error: HalfstepError | OSError, *, json: bool = False) -> None:
     """Prints an error of halfstep or of the system."""
     if isinstance(error, HalfstepError):
-        print_error(error.message, error.hint)
+        print_error(error.message, error.hint, code=error.code, json=json)
     else:
-        print_error(f"{error.strerror or error}" + (f": `{error.filename}`" if error.filename else ""))
+        message = f"{error.strerror or error}" + (f": `{error.filename}`" if error.filename else "")
+        print_error(message, code="system", json=json)
 
 
-def print_error(message: str, hint: str | None = None) -> None:
-    """Prints what is wrong, and what to do next."""
+def print_error(message: str, hint: str | None = None, *, code: str = "halfstep", json: bool = False) -> None:
+    """Prints what is wrong, and what to do next; with `json` also on stdout, for programs."""
     print_words(f"error: {message}", *(("", f"hint: {hint}") if hint else ()))
+    if json:
+        with suppress(OSError):  # stdout refuses output, which may be the error
+            print_json({"code": code, "message": message, "hint": hint})

@@ -49,11 +49,11 @@ def plan(
     """
     from halfstep.config.load import read_policy
     from halfstep.config.machines import load_machine
-    from halfstep.core.errors import ConfigError
+    from halfstep.core.errors import OptionError
     from halfstep.core.policy import Policy
 
     if gpus < 1 or price < 0:
-        raise ConfigError("--gpus is at least 1, and --price is not negative", hint="such as --gpus 8 --price 2.5")
+        raise OptionError("--gpus is at least 1, and --price is not negative", hint="such as --gpus 8 --price 2.5")
     machine = load_machine(gpu)
     planned, default = _planner(target, overrides, machine, gpus, price)
     policies = {name: Policy.parse(read_policy(name)) for name in policy or (default,)}
@@ -73,15 +73,15 @@ def _planner(
 ) -> tuple[Any, str]:
     """Returns a function that plans under a policy, and the policy if none is named."""
     from halfstep.config.load import DEFAULT_RECIPE, load, setting_named
-    from halfstep.core.errors import ConfigError
-    from halfstep.tools.audit.factory import call, find
+    from halfstep.core.errors import OptionError, SettingConflictError
+    from halfstep.tools.audit.targets import call, find
     from halfstep.tools.plan.plan import plan_factory, plan_recipe
 
     module, colon, factory = target.partition(":")
     if not colon:
         config = load(target, overrides)
         if config.backend != "torch":
-            raise ConfigError(
+            raise SettingConflictError(
                 f"backend is {config.backend}, and plans are made on torch", hint="--set backend=torch"
             )
         auto = config.policy.startswith("auto")
@@ -91,13 +91,13 @@ def _planner(
         )
     for override in overrides:
         if setting_named(override) not in ("training.steps", "training.compile", "training.memory"):
-            raise ConfigError(
+            raise OptionError(
                 f"--set {override} changes nothing of a factory",
                 hint="training.steps, training.compile and training.memory do",
             )
     training = load(DEFAULT_RECIPE, overrides).training
     if training.compile == "block":
-        raise ConfigError(
+        raise SettingConflictError(
             "training.compile=block compiles the blocks of a recipe, and which modules of a factory's model are "
             "blocks is not known",
             hint="--set training.compile=true",

@@ -41,7 +41,7 @@ def policy(
     """
     from halfstep.config.load import read_policy
 
-    spec = _of_recipe(model) if spec is None else read_policy(spec)
+    spec = _recipe_policy(model) if spec is None else read_policy(spec)
     parsed = Policy.parse(spec)
     for note in (read_as(spec), *(f"warning: {warning}" for warning in parsed.warnings)):
         if note:
@@ -60,13 +60,13 @@ def policy(
             print_table(("rule", "changes"), [(rule.glob, rule.changes_text) for rule in parsed.rules])
 
 
-def _of_recipe(recipe: str | None) -> str:
+def _recipe_policy(recipe: str | None) -> str:
     """Returns the policy that a recipe names."""
     from halfstep.config.load import load
-    from halfstep.core.errors import ConfigError
+    from halfstep.core.errors import TargetError
 
     if recipe is None:
-        raise ConfigError("no policy was named", hint="halfstep policy bf16-mixed; or name a recipe with --model")
+        raise TargetError("no policy was named", hint="halfstep policy bf16-mixed; or name a recipe with --model")
     return load(recipe).policy
 
 
@@ -117,9 +117,10 @@ def _print_phases(phases: Sequence[Phase], *, json: bool) -> None:
     (_, _, shown), *later = phases
     if json:
         schedule = [
-            {"from": after, "policy": str(each), "parameters": _as_data(now)} for after, each, now in later
+            {"from": after, "policy": str(each), "parameters": _resolved_to_dict(now)}
+            for after, each, now in later
         ]
-        print_json(_as_data(shown) | ({"schedule": schedule} if later else {}))
+        print_json(_resolved_to_dict(shown) | ({"schedule": schedule} if later else {}))
         return
     _print_resolved(shown, json=False)
     for after, each, now in later:
@@ -131,7 +132,7 @@ def _print_phases(phases: Sequence[Phase], *, json: bool) -> None:
 _COLUMNS = ("param", "compute", "grad", "grad_weight", "moments")
 
 
-def _as_data(shown: Mapping[str, Resolved]) -> dict[str, Any]:
+def _resolved_to_dict(shown: Mapping[str, Resolved]) -> dict[str, Any]:
     roles = [role for role in ROLES if ROLES[role].in_rules]
     return {
         name: {
@@ -144,7 +145,7 @@ def _as_data(shown: Mapping[str, Resolved]) -> dict[str, Any]:
 
 def _print_resolved(shown: Mapping[str, Resolved], *, json: bool) -> None:
     if json:
-        print_json(_as_data(shown))
+        print_json(_resolved_to_dict(shown))
         return
     rows = []
     for name, resolved in shown.items():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from halfstep.cli import train
 from halfstep.cli.arguments import Device, Json, Overrides
 from halfstep.cli.output import print_json, print_table, print_words
-from halfstep.core.measure import BUDGET
+from halfstep.core.arrays.measure import BUDGET
 
 SIZES = ("model.", "training.batch")  # the settings that what is timed depends on
 
@@ -75,10 +75,10 @@ def as_size(option: str, arguments: Sequence[str]) -> str | None:
 
 def _check_size(override: str) -> None:
     from halfstep.config.load import setting_named
-    from halfstep.core.errors import ConfigError
+    from halfstep.core.errors import OptionError
 
     if not setting_named(override).startswith(SIZES):
-        raise ConfigError(
+        raise OptionError(
             f"--set {override} changes nothing here: only sizes do, model.* and training.batch",
             hint="leave it out; --backend names a framework",
         )

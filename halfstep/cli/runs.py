@@ -1,7 +1,9 @@
-"""`halfstep runs`: the runs of a folder, and how each stands."""
+"""`halfstep runs`, `report` and `watch`: how the runs of a folder stand, and the page of one, on disk or live."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
 
 from halfstep.cli import train
 from halfstep.cli.arguments import Json
@@ -10,6 +12,7 @@ from halfstep.cli.output import print_json, print_table, print_words
 if TYPE_CHECKING:
     from halfstep.tools.runs import RunState
 
+Run = Annotated[Path, Parameter(help="A run folder, finished or not; `halfstep runs` lists them.")]
 COLUMNS = ("run", "state", "step", "loss", "held out", "policy", "last event")
 
 
@@ -55,3 +58,51 @@ def _row(run: "RunState", now: float) -> tuple[str, ...]:
         run.policy or "",
         "" if run.time is None else f"{duration(max(0.0, now - run.time))} ago",
     )
+
+
+def report(run: Run, /, *, out: Path | None = None) -> None:
+    """Write the page of a run again, from its record: also of one that is running, was stopped or crashed.
+
+    The page is one file that needs nothing else. Its path is printed.
+
+    Parameters
+    ----------
+    out
+        The file to write; by default, report.html in the run folder.
+    """
+    from halfstep.core.errors import OptionError
+    from halfstep.report.page import write
+    from halfstep.report.watch import record_of
+    from halfstep.training.paths import REPORT
+
+    page = out or run / REPORT
+    if page.is_dir():
+        raise OptionError(f"`{page}` is a folder", hint="name a file with --out")
+    write(record_of(run), page)
+    print(page)
+
+
+def watch(run: Run, /, *, port: int = 0) -> int:
+    """Serve the page of a run to a browser on this machine, and keep it current while the run trains.
+
+    The address is printed; Ctrl-C ends it. Only this machine can reach it: from another, tunnel the port, with
+    `ssh -L PORT:127.0.0.1:PORT HOST`, and open the same address.
+
+    Parameters
+    ----------
+    port
+        The port to listen on; by default, one that is free.
+    """
+    from halfstep.core.errors import OptionError
+    from halfstep.report.watch import LivePage, Server
+
+    if not 0 <= port <= 65535:
+        raise OptionError(f"--port {port} is not a port", hint="a port is between 1 and 65535")
+    with Server(LivePage(run), port) as server:
+        try:
+            print(server.url, flush=True)
+            print_words(f"watching `{run}`; Ctrl-C ends it")
+            server.serve_forever()
+        except KeyboardInterrupt:
+            pass  # the usual way to end it
+    return 0

@@ -65,7 +65,7 @@ def train(
         A setting, such as training.steps=100. May be repeated.
     init
         Start from these weights: a safetensors file, a folder in Hugging Face layout (for gpt2 and qwen3), a run
-        folder, or a file that `halfstep artifact` wrote.
+        folder, or a file that `halfstep export --to artifact` wrote.
     out
         The run folder; by default runs/RECIPE-DATE-TIME.
     resume
@@ -79,7 +79,7 @@ def train(
         Seconds between SIGTERM and the shutdown of the machine: a save that would not finish in time is not
         started, and the report page is left to the next session. The default is HALFSTEP_DEADLINE, or no limit.
     gpus
-        Train on so many GPUs of this machine, one process for each, started by torchrun. To train on several
+        Train on this many GPUs of this machine, one process for each, started by torchrun. To train on several
         machines, start `-m halfstep train` with torchrun on each.
     json
         Print the outcome as JSON.
@@ -103,12 +103,12 @@ def train(
     ]
     job = open_job()
     try:
-        with job.explained():
+        with job.explain_lost_ranks():
             code = _train(job, recipe, out, named, resume, allow_older, device, deadline, json)
     except (HalfstepError, OSError) as error:
-        if (spoken := job.spoken(error)) is None:
+        if (reported := job.error_to_report(error)) is None:
             return 2
-        raise spoken from None
+        raise reported from None
     job.close()
     return code
 
@@ -137,7 +137,9 @@ def _train(
             _tell(job, where, config, opened)
         else:
             where, config, opened = _receive(job)
-        loop = _prepare(job, _asked(recipe, out, named, resume), config, where, opened, device, deadline)
+        loop = _prepare(
+            job, _requested_settings(recipe, out, named, resume), config, where, opened, device, deadline
+        )
         on_error.pop_all()
     if loop.pretrained is not None:
         say(f"weights {loop.pretrained.description}")
@@ -156,7 +158,7 @@ def _tell(job: "Job", where: Path, config: "RunConfig", opened: "Opened | None")
     resumed = None
     if opened is not None:
         resumed = [None if opened.saved is None else str(opened.saved.path), opened.written.policy]
-    job.tell([str(where), to_table(config), resumed])
+    job.broadcast([str(where), to_table(config), resumed])
 
 
 def _receive(job: "Job") -> "tuple[Path, RunConfig, Opened | None]":
@@ -165,12 +167,14 @@ def _receive(job: "Job") -> "tuple[Path, RunConfig, Opened | None]":
     from halfstep.config.schema import build
     from halfstep.training.run.resume import follow_run
 
-    where, settings, resumed = job.tell()
+    where, settings, resumed = job.broadcast()
     config = build(RunConfig, settings)
     return Path(where), config, None if resumed is None else follow_run(Path(where), config, *resumed)
 
 
-def _asked(recipe: str | None, out: Path | None, named: Sequence[str], resume: bool) -> dict[str, object]:
+def _requested_settings(
+    recipe: str | None, out: Path | None, named: Sequence[str], resume: bool
+) -> dict[str, object]:
     """Returns what this process was asked to do, to compare it with the others of its job."""
     from halfstep.config.load import DEFAULT_RECIPE, load
     from halfstep.config.schema import flatten, to_table
@@ -191,14 +195,14 @@ def _launch(
     json: bool,
 ) -> int:
     """Starts this command in one process for each GPU; returns the exit code of all."""
-    from halfstep.core.errors import ConfigError
+    from halfstep.core.errors import OptionError
     from halfstep.training.session import backend_module
 
     if "RANK" in os.environ:
-        raise ConfigError("--gpus starts torchrun, and torchrun has started this", hint="omit --gpus")
+        raise OptionError("--gpus starts torchrun, and torchrun has started this", hint="omit --gpus")
     if given["backend"] not in (None, "torch"):
         jax = f"one process of JAX trains on all of them: --device cuda:0-{max(gpus, 1) - 1}"
-        raise ConfigError(
+        raise OptionError(
             f"--gpus starts processes of torch, and the backend is {given['backend']}",
             hint=jax if given["backend"] == "jax" else "omit --gpus",
         )
@@ -208,7 +212,7 @@ def _launch(
     for name, chosen in {"resume": resume, "allow-older": allow_older, "json": json}.items():
         words += [f"--{name}"] if chosen else []
     words += [word for setting in overrides for word in ("--set", setting)]
-    return int(backend_module("torch", "parallel.launch").launch(gpus, ["train", *words]))
+    return int(backend_module("torch", "parallel.job").launch(gpus, ["train", *words]))
 
 
 def _open(
@@ -257,9 +261,9 @@ def _prepare(
     from halfstep.training import paths
     from halfstep.training.data.load import load_corpus
     from halfstep.training.loop import Loop
-    from halfstep.training.run import determinism
+    from halfstep.training.run.opening import prepare_determinism
     from halfstep.training.telemetry import loggers
-    from halfstep.training.telemetry.ceiling import UNMEASURED
+    from halfstep.training.telemetry.meters import UNMEASURED
 
     say = print_words if job.owner else _quiet
     say(config.title or where.name)
@@ -271,7 +275,7 @@ def _prepare(
         say(f"{job.ranks} processes, {held}")
     say(f"reading `{config.data.source}`")
     corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
-    determinism.prepare(config, where)  # before anything is measured
+    prepare_determinism(config, where)  # before anything is measured
     if config.backend not in sys.modules:
         say(f"loading {config.backend}")
     ran = None if opened is None else opened.policy
@@ -328,7 +332,7 @@ def _resolve(
     if job.owner:
         policy, choice = probe.resolve(config, device, ran=ran, say=say)
         text, preset, reason = str(policy), choice and choice.preset, choice and choice.reason
-    text, preset, reason = job.tell([text, preset, reason])
+    text, preset, reason = job.broadcast([text, preset, reason])
     return Policy.parse(text), None if preset is None else Choice(preset, reason)
 
 
@@ -371,10 +375,10 @@ def as_setting(option: str, arguments: Sequence[str]) -> str | None:
 
 
 def _check_init(init: str | None, resume: bool) -> None:
-    from halfstep.core.errors import ConfigError
+    from halfstep.core.errors import OptionError
 
     if init is not None and resume:
-        raise ConfigError(
+        raise OptionError(
             "--init and --resume exclude each other: a resumed run takes the weights of its newest checkpoint",
             hint=f"omit --init to resume, or omit --resume to start a new run from `{init}`",
         )
@@ -384,7 +388,7 @@ def _check_init(init: str | None, resume: bool) -> None:
 def _run_folder(recipe: str | None, out: Path | None, resume: bool) -> Iterator[Path]:
     """Yields the folder of the run; removes a newly created one again if the run does not start."""
     from halfstep.config.load import DEFAULT_RECIPE
-    from halfstep.core.errors import ConfigError
+    from halfstep.core.errors import RunFolderError
     from halfstep.training.run import folder
 
     if out is None and not resume:
@@ -394,14 +398,14 @@ def _run_folder(recipe: str | None, out: Path | None, resume: bool) -> Iterator[
     existing = folder.newest(RUNS, Path(recipe).stem if recipe else None) if out is None else out
     if existing is None:
         of = f" of recipe {recipe}" if recipe else ""
-        raise ConfigError(f"there is no run{of} to resume in {RUNS}/", hint="name its folder with --out")
+        raise RunFolderError(f"there is no run{of} to resume in {RUNS}/", hint="name its folder with --out")
     yield existing
 
 
 @contextmanager
 def _new_folder(name: str) -> Iterator[Path]:
     """Yields a folder for this process alone: another that starts in the same second creates another folder."""
-    from halfstep.core.errors import ConfigError
+    from halfstep.core.errors import RunFolderError
     from halfstep.training.files import make_folder
 
     first, had_runs = RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}", RUNS.exists()
@@ -417,7 +421,7 @@ def _new_folder(name: str) -> Iterator[Path]:
             if not had_runs:
                 with suppress(OSError):
                     RUNS.rmdir()
-            raise ConfigError(
+            raise RunFolderError(
                 f"cannot create `{created}`: {error.strerror}", hint="choose another folder with --out"
             ) from None
     try:
@@ -432,10 +436,10 @@ def _new_folder(name: str) -> Iterator[Path]:
 
 def _deadline(given: float | None, allow_older: bool, resume: bool) -> float | None:
     """Returns the seconds that a signal leaves, from the flag or the environment; checks --allow-older too."""
-    from halfstep.core.errors import ConfigError
+    from halfstep.core.errors import OptionError
 
     if allow_older and not resume:
-        raise ConfigError("--allow-older only makes sense with --resume", hint="add --resume")
+        raise OptionError("--allow-older only makes sense with --resume", hint="add --resume")
     text = os.environ.get("HALFSTEP_DEADLINE")
     try:
         seconds = float(text) if given is None and text else given
@@ -443,5 +447,5 @@ def _deadline(given: float | None, allow_older: bool, resume: bool) -> float | N
         seconds = -1.0
     if seconds is not None and not 0 < seconds < 1e6:
         what = f"--deadline {given:g}" if given is not None else f"HALFSTEP_DEADLINE={text}"
-        raise ConfigError(f"{what}: it must be a number of seconds above 0", hint="omit it for no limit")
+        raise OptionError(f"{what}: it must be a number of seconds above 0", hint="omit it for no limit")
     return seconds

@@ -1,4 +1,4 @@
-"""`halfstep eval`, `halfstep sample` and `halfstep artifact`: what works on a trained model."""
+"""`halfstep eval` and `halfstep sample`, and how every command opens a trained model."""
 
 import dataclasses
 import os
@@ -7,16 +7,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from halfstep.cli.arguments import (
-    Device,
-    HeldOut,
-    Json,
-    MovedData,
-    OtherBackend,
-    OtherPolicy,
-    Trained,
-    Weights,
-)
+from halfstep.cli.arguments import Device, HeldOut, Json, MovedData, OtherBackend, OtherPolicy, Trained, Weights
 from halfstep.cli.output import print_json, print_table, print_words
 
 if TYPE_CHECKING:
@@ -43,7 +34,7 @@ def evaluate(
     trained = open_model(run, device, data, validation, policy=policy, backend=backend, weights=weights)
     corpus = held_out_text(trained)
     print_words(f"evaluating on {trained.config.data.held_out}")
-    with memory.convert_oom(trained.session.ran_out, lambda: memory.in_scoring(trained.config)):
+    with memory.convert_oom(trained.session.is_out_of_memory, lambda: memory.oom_while_scoring(trained.config)):
         result = measure(trained.session, corpus, trained.config)
     print_result(trained, dataclasses.asdict(result), json)
 
@@ -79,21 +70,21 @@ def sample(
     seed
         The same seed gives the same text.
     """
-    from halfstep.core.errors import ConfigError
-    from halfstep.training.data.held_out import run_tokenizer
-    from halfstep.training.data.types import DataError
-    from halfstep.training.sampling import check_asked, first_line, generate, prompt_tokens, written
+    from halfstep.core.errors import OptionError
+    from halfstep.training.data.load import run_tokenizer
+    from halfstep.training.data.types import DataError, HeldOutError
+    from halfstep.training.sampling import check_sampling, decode_stream, first_line, generate, prompt_tokens
 
     if prompt is not None and validation is not None:
-        raise ConfigError("--prompt and --validation both say how the text begins", hint="leave one of them out")
-    check_asked(length, temperature, top_k, seed)
+        raise OptionError("--prompt and --validation both say how the text begins", hint="leave one of them out")
+    check_sampling(length, temperature, top_k, seed)
     trained = open_model(run, device, data, validation, policy=policy, backend=backend, weights=weights)
     tokenizer = run_tokenizer(trained.config.data.source, trained.saved.manifest["data"])
     if prompt is None:
         try:
             given = first_line(tokenizer, held_out_text(trained).validation)
         except DataError as error:
-            raise DataError(
+            raise HeldOutError(
                 f"there is no held-out text to begin with: {error.message}", hint="give a beginning with --prompt"
             ) from None
     else:
@@ -102,68 +93,13 @@ def sample(
     sys.stdout.buffer.write(given)
     begin = perf_counter()
     tokens = generate(trained.session, start, length, temperature, top_k, seed, alphabet=tokenizer.vocabulary)
-    for text in written(tokenizer, tokens):
+    for text in decode_stream(tokenizer, tokens):
         sys.stdout.buffer.write(text)
         sys.stdout.buffer.flush()
     seconds = perf_counter() - begin
     sys.stdout.buffer.write(b"\n")
     sys.stdout.buffer.flush()
     print_words(f"{length:,} tokens in {seconds:.1f} s: {length / seconds:,.1f} tokens per second")
-
-
-def artifact(
-    run: Trained,
-    /,
-    *,
-    out: Path | None = None,
-    limit: int | None = None,
-    policy: OtherPolicy = None,
-    backend: OtherBackend = None,
-    weights: Weights = None,
-    data: MovedData = None,
-    validation: HeldOut = None,
-    device: Device = None,
-    json: Json = False,
-) -> int:
-    """Compress a trained model with int8 and zlib, read it back, and measure what that cost.
-
-    Matrices are stored in int8 with a scale per row, the rest in fp16. The same held-out tokens are predicted
-    before and after. The exit code is 1 if the file is larger than its limit.
-
-    Parameters
-    ----------
-    out
-        The file to write; by default model.int8z in the run folder. Replaces an older artifact, but no other
-        file.
-    limit
-        The most bytes the file may have; by default the recipe's limit. 0 means no limit.
-    """
-    from halfstep.core.errors import ConfigError
-    from halfstep.training import memory
-    from halfstep.training.evaluation import evaluate as measure
-    from halfstep.training.weights.artifact import NAME, check_place, is_artifact, masters, origin_of, score
-
-    if limit is not None and not 0 <= limit < 2**63:
-        raise ConfigError("--limit must be from 0 to 2^63 - 1 bytes", hint="0 means no limit")
-    if is_artifact(run):
-        raise ConfigError(f"`{run}` is an artifact already", hint="name the run that it is from")
-    home = home_of(run)
-    place = out or home / NAME
-    check_place(place, home)
-    trained = open_model(run, device, data, validation, policy=policy, backend=backend, weights=weights)
-    config, session, corpus = trained.config, trained.session, held_out_text(trained)
-    if limit is not None:
-        config = dataclasses.replace(config, artifact=dataclasses.replace(config.artifact, limit=limit))
-    print_words(f"evaluating on {config.data.held_out}, before and after")
-    with memory.convert_oom(session.ran_out, lambda: memory.in_scoring(config)):
-        before = measure(session, corpus, config)
-        # From the checkpoint's own numbers: the session may hold them rounded, in the policy to evaluate in.
-        weights_to_write = masters(trained.state, config.model, averaged=False)
-        manifest = trained.saved.manifest
-        origin = origin_of(manifest, manifest["step"], trained.weights)
-        result = score(session, corpus, config, place, before, weights_to_write, origin)
-    print_result(trained, result.record(), json)
-    return 1 if result.over else 0
 
 
 def open_model(run: Path, *where: str | None, policy: str | None, **others: Any) -> "TrainedModel":
@@ -179,8 +115,7 @@ def open_model(run: Path, *where: str | None, policy: str | None, **others: Any)
 
 def held_out_text(trained: "TrainedModel") -> "Corpus":
     """Opens the held-out text of a model; the text that it was trained on only if that is a part of it."""
-    from halfstep.training.data.held_out import load_held_out
-    from halfstep.training.data.load import load_corpus
+    from halfstep.training.data.load import load_corpus, load_held_out
 
     data, before, vocabulary = trained.config.data, trained.saved.manifest["data"], trained.config.model.vocabulary
     if isinstance(data.validation, str):
@@ -202,10 +137,12 @@ def print_result(trained: "TrainedModel", result: dict[str, Any], json: bool) ->
     if json:
         print_json(data)
     else:
-        print_table(("", "value"), [(name.replace("_", " "), _shown(value)) for name, value in data.items()])
+        print_table(
+            ("", "value"), [(name.replace("_", " "), _format_value(value)) for name, value in data.items()]
+        )
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     if value is None:
         return "none"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""`halfstep tune`: finds the narrowest formats that a training bears, module by module."""
+"""`halfstep tune`: finds the narrowest formats that a run tolerates, module by module."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -51,7 +51,7 @@ def tune(
     device: Device = None,
     json: Json = False,
 ) -> int:
-    """Find which modules bear narrow formats, and write the policy that gives them those.
+    """Find which modules tolerate narrow formats, and write the policy that gives them those.
 
     Each matmul is tried in each format by what its gradients notice; then short runs confirm how many may be
     narrow at once, with the same weights and data as runs of the base. The same command continues one that was
@@ -120,7 +120,7 @@ def tune(
 
 
 def _print(tuned: "Tuned", policy: Path, page: Path) -> None:
-    from halfstep.tools.tune.reasons import amount, judged, percent, summary
+    from halfstep.tools.tune.reasons import describe_verdict, format_cost, percent, summary
 
     worst = sorted(tuned.rows.items(), key=lambda row: -max(option.damage for option in row[1]))[:SHOWN]
     formats = [(o.compute, o.grad) for o in worst[0][1][1:]]
@@ -133,9 +133,9 @@ def _print(tuned: "Tuned", policy: Path, page: Path) -> None:
     rows = [
         (
             f"{len(each.modules)} of {len(tuned.rows)}",
-            amount(each.cost, tuned.unit),
+            format_cost(each.cost, tuned.unit),
             f"{each.cost / tuned.base_cost:.2f}",
-            judged(each),
+            describe_verdict(each),
             "yes" if each.met else "no",
         )
         for each in tuned.evaluations

@@ -45,7 +45,7 @@ def parameter_groups(model: ModelConfig, config: OptimizerConfig) -> list[Group]
 
 
 def moments(model: ModelConfig, config: OptimizerConfig) -> dict[str, tuple[int, str, str]]:
-    """Returns what a checkpoint holds of the optimizers: of each moment the group, the parameter and the kind.
+    """Returns the group, parameter and kind of each moment, by its name in a checkpoint.
 
     `optimizer.0` is Muon if the recipe asks for it, and AdamW is the last. The groups are in no name, and neither
     is a count: all are the number of updates applied, which a checkpoint holds once.
@@ -60,7 +60,7 @@ def moments(model: ModelConfig, config: OptimizerConfig) -> dict[str, tuple[int,
 
 
 def _settings(name: str, shape: Shape, config: OptimizerConfig) -> tuple[bool, bool, float, float]:
-    """Returns whether Muon updates it, whether it is a matrix, its rate and its decay."""
+    """Returns whether Muon updates a parameter, whether it is a matrix, its rate and its decay."""
     if not (name.endswith(".weight") and len(shape) == 2):
         return False, False, config.scalar_rate or config.rate, 0.0
     if name.startswith("blocks.") and config.name == "muon":

@@ -17,7 +17,18 @@ from halfstep.config import reading, schema
 from halfstep.config.run import NAMES_ELSEWHERE, NEEDS, OTHER_MEANINGS, RunConfig
 from halfstep.config.schema import Bounds
 from halfstep.core import policy
-from halfstep.core.errors import ConfigError, HalfstepError, did_you_mean, one_of
+from halfstep.core.errors import (
+    ConfigError,
+    ConfigFileError,
+    HalfstepError,
+    OptionError,
+    SettingConflictError,
+    SettingPolicyError,
+    UnknownRecipeError,
+    UnknownSettingError,
+    did_you_mean,
+    one_of,
+)
 
 DEFAULT_RECIPE = "tiny"
 
@@ -34,15 +45,15 @@ def load(recipe: str = DEFAULT_RECIPE, overrides: Sequence[str] = ()) -> RunConf
     table = read_recipe(recipe)
     if "policy" in table:
         table["policy"] = _policy_text(table["policy"], recipe)
-    return _built(table, overrides)
+    return _build(table, overrides)
 
 
 def override(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     """Returns a configuration with `a.b=c` overrides applied."""
-    return _built(tomllib.loads(to_toml(config)), overrides)
+    return config if not overrides else _build(tomllib.loads(to_toml(config)), overrides)
 
 
-def _built(table: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
+def _build(table: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
     """Returns the run of a table and overrides; refuses an override that changes nothing.
 
     A recipe's own settings may lose their effect by an override, and run.toml names those that have none.
@@ -59,7 +70,7 @@ def _built(table: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
     after = schema.flatten(schema.to_table(config))
     for key, other, allowed in ((key, *need) for key, needs in NEEDS.items() for need in needs.items()):
         if after[other] not in allowed and after[key] not in (before[key], defaults[key]):
-            raise ConfigError(
+            raise SettingConflictError(
                 f"{key} = {schema.shown(after[key])} changes nothing: {other} is {schema.shown(after[other])}",
                 hint=f"leave {key} out, or set {other} to {_described(allowed)}",
             )
@@ -67,7 +78,7 @@ def _built(table: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
 
 
 def other_meaning(name: str) -> str | None:
-    """Returns what to do about a name of another library that is not another name of a setting."""
+    """Returns what to do about another library's setting that has no counterpart of the same meaning here."""
     return OTHER_MEANINGS.get(_last_part(name))
 
 
@@ -89,7 +100,7 @@ def _hint(key: str) -> str | None:
 
 def _unknown(key: str) -> ConfigError:
     if hint := _hint(key):
-        return ConfigError(f"unknown setting `{key}`", hint=hint)
+        return UnknownSettingError(f"unknown setting `{key}`", hint=hint)
     return schema.unknown_key(key, [row.key for row in schema.rows(RunConfig)])
 
 
@@ -103,7 +114,7 @@ def read_recipe(recipe: str) -> dict[str, Any]:
         return parse_toml(read_text(recipe), recipe)
     if recipe not in recipe_names():
         known = recipe_names()
-        raise ConfigError(
+        raise UnknownRecipeError(
             f"unknown recipe `{recipe}`; recipes are {', '.join(known)}",
             hint=did_you_mean(recipe, known, otherwise="the name of a file must end in .toml"),
         )
@@ -112,7 +123,7 @@ def read_recipe(recipe: str) -> dict[str, Any]:
 
 
 def read_policy(given: str) -> str:
-    """Returns the text form of a policy, given that, or the name of a TOML file with it under [policy]."""
+    """Returns the text form of a policy, given either that form or a TOML file that has a [policy]."""
     if not given.endswith(".toml"):
         return given
     table = parse_toml(read_text(given), given)
@@ -125,7 +136,7 @@ def parse_toml(text: str, name: str) -> dict[str, Any]:
         return reading.parse_toml(text)
     except ValueError as error:
         if not isinstance(error, tomllib.TOMLDecodeError):  # a number or a nesting that is too long
-            raise ConfigError(f"{name}: this cannot be read: {error}", hint="shorten it") from None
+            raise ConfigFileError(f"{name}: this cannot be read: {error}", hint="shorten it") from None
         place = re.search(r"\(at (?:line (\d+), column (\d+)|end of document)\)", str(error))
         at = f"{place[1]}:{place[2]}" if place and place[1] else f"{text.count(chr(10)) + 1}:1"
         reason = re.sub(r"\s*\(at .*\)$", "", str(error))
@@ -133,14 +144,16 @@ def parse_toml(text: str, name: str) -> dict[str, Any]:
         if section := re.match(r"Cannot (?:declare|\w+(?: \w+)? namespace) (\(.*\))", reason):  # a tuple of Python
             reason = reason.replace(section[1], f"[{'.'.join(ast.literal_eval(section[1]))}]")
             hint = "write a section such as [model] once, with all of its settings below it"
-        raise ConfigError(f"{name}:{at}: this is not TOML: {reason[:1].lower() + reason[1:]}", hint=hint) from None
+        raise ConfigFileError(
+            f"{name}:{at}: this is not TOML: {reason[:1].lower() + reason[1:]}", hint=hint
+        ) from None
 
 
 def apply_override(table: dict[str, Any], override: str) -> None:
     """Applies one `--set a.b=c` to a table. The value is TOML; what does not parse as TOML is text."""
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
-        raise ConfigError(
+        raise OptionError(
             f"`--set {override}` is not of the form key=value", hint="such as `--set training.steps=100`"
         )
     dotted = dotted.strip().replace('"', "")
@@ -155,7 +168,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
         if not isinstance(table, dict):
             raise schema.wrong(step, table, "a table of settings")
     if _step(section, last, dotted) is not None:
-        raise ConfigError(
+        raise UnknownSettingError(
             f"`{dotted}` is a section, not a setting", hint=_hint(dotted) or f"set one of its keys: `{dotted}.…`"
         )
     table[last] = text.strip().strip('"') if schema.is_text(section, last) else _toml_value(text)
@@ -198,7 +211,7 @@ def _override_policy(text: str, key: str, value: str) -> str:
             table[key] = value
         return str(policy.read_table(table))
     except HalfstepError as error:
-        raise ConfigError(f"--set policy.{key}={value}: {error.message}", hint=error.hint) from None
+        raise SettingPolicyError(f"--set policy.{key}={value}: {error.message}", hint=error.hint) from None
 
 
 def _spell_policies(entries: Any) -> None:
@@ -217,7 +230,7 @@ def _policy_text(given: Any, name: str) -> Any:
     try:
         return str(policy.read_table(given))
     except HalfstepError as error:
-        raise ConfigError(f"[policy] of {name}: {error.message}", hint=error.hint) from None
+        raise SettingPolicyError(f"[policy] of {name}: {error.message}", hint=error.hint) from None
 
 
 def read_text(path: str) -> str:
@@ -225,13 +238,17 @@ def read_text(path: str) -> str:
     try:
         return reading.read_bytes(path, reading.MOST_SETTINGS).decode("utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"there is no file `{path}`", hint=f"recipes are {', '.join(recipe_names())}") from None
+        raise ConfigFileError(
+            f"there is no file `{path}`", hint=f"recipes are {', '.join(recipe_names())}"
+        ) from None
     except IsADirectoryError:
-        raise ConfigError(f"`{path}` is a folder, not a file", hint="name the file in it") from None
+        raise ConfigFileError(f"`{path}` is a folder, not a file", hint="name the file in it") from None
     except UnicodeDecodeError as error:
         line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
-        raise ConfigError(f"{path}:{line}: this is not UTF-8: byte {byte:#04x}", hint="save it as UTF-8") from None
+        raise ConfigFileError(
+            f"{path}:{line}: this is not UTF-8: byte {byte:#04x}", hint="save it as UTF-8"
+        ) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         hint = "change its permissions, or name another"
-        raise ConfigError(f"`{path}` cannot be read: {reason}", hint=hint) from None
+        raise ConfigFileError(f"`{path}` cannot be read: {reason}", hint=hint) from None

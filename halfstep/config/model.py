@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from halfstep.config.schema import Bounds, Count, Positive, Rate
-from halfstep.core.errors import ConfigError
+from halfstep.core.errors import SettingConflictError
+from halfstep.core.rules import owner as owner
 
 Shape = tuple[int, ...]
 # The widest block that stands for another model: a wider one takes longer and compares the same.
@@ -88,22 +89,22 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.head_width == 0 and self.width % self.heads:
-            raise ConfigError(
+            raise SettingConflictError(
                 f"model.width is {self.width}, which {self.heads} heads do not divide",
                 hint="change model.heads or model.width, or set model.head_width",
             )
         if self.heads % self.num_kv_heads:
-            raise ConfigError(
+            raise SettingConflictError(
                 f"model.heads is {self.heads}, which model.kv_heads {self.num_kv_heads} does not divide",
                 hint=f"use a divisor of {self.heads}",
             )
         if self.positions == "rotary" and self.size_of_head % 2:
-            raise ConfigError(
+            raise SettingConflictError(
                 f"rotary positions rotate pairs, and a head has {self.size_of_head} features",
                 hint="set model.head_width to an even number",
             )
         if self.tied and self.zero_head:
-            raise ConfigError(
+            raise SettingConflictError(
                 "model.zero_head is set, but the head is tied to the embedding, which cannot start at zero",
                 hint="set model.tied = false, or leave zero_head out",
             )
@@ -145,7 +146,7 @@ class ModelConfig:
 
 
 def model_like(shapes: Iterable[Sequence[int]]) -> ModelConfig:
-    """Returns a decoder as wide as a model whose parameters have these shapes: its block is timed in its place."""
+    """Returns a decoder as wide as a model with these parameters; its block is timed instead of the model."""
     weights: Counter[int] = Counter()
     for shape in shapes:
         for size in {shape[0], math.prod(shape[1:])} if len(shape) > 1 else ():
@@ -165,7 +166,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 
 def module_names(model: ModelConfig) -> list[str]:
-    """Returns what rules match: the decoder's modules, including containers and norms without a gain."""
+    """Returns the module names that rules can match, including containers and norms without a gain."""
     gains = replace(model, norm_gain=True, qk_norm="none" if model.qk_norm == "none" else "gain")
     names: dict[str, None] = {}
     for parameter in [*parameter_shapes(gains), "lm_head.weight"]:
@@ -196,11 +197,6 @@ def is_matmul(parameter: str) -> bool:
     """Whether a parameter multiplies activations as a matrix; an embedding is looked up, not multiplied."""
     *_, layer, kind = ("", *parameter.split("."))
     return kind == "weight" and layer in ("q", "k", "v", "o", "up", "gate", "down", "lm_head")
-
-
-def owner(parameter: str) -> str:
-    """Returns the name that rules match for a parameter: its module's, or its own if the model itself holds it."""
-    return parameter.rpartition(".")[0] or parameter
 
 
 def _outside(model: ModelConfig) -> dict[str, Shape]:
@@ -261,3 +257,15 @@ def _norm(model: ModelConfig, name: str) -> dict[str, Shape]:
         return {}
     gain: dict[str, Shape] = {f"{name}.weight": (model.width,)}
     return gain | {f"{name}.bias": (model.width,)} if model.bias and model.norm == "layer" else gain
+
+
+def matmul_parameters(model: ModelConfig) -> int:
+    """Counts the parameters that multiply activations, including the head's, tied or not."""
+    shapes = {"lm_head.weight": (model.vocabulary, model.width)} | parameter_shapes(model)
+    return sum(math.prod(shape) for name, shape in shapes.items() if is_matmul(name))
+
+
+def flops_per_token(model: ModelConfig) -> int:
+    """Returns the floating-point operations of forward and backward per token."""
+    attended = model.layers * model.heads * model.size_of_head * model.context
+    return 6 * matmul_parameters(model) + 12 * attended

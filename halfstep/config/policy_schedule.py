@@ -16,7 +16,13 @@ from typing import Any
 
 from halfstep.config.model import ModelConfig, module_names, owner, parameter_shapes
 from halfstep.config.schema import wrong
-from halfstep.core.errors import ConfigError, HalfstepError, PolicyError
+from halfstep.core.errors import (
+    HalfstepError,
+    PolicyChangeError,
+    PolicyError,
+    SettingConflictError,
+    SettingPolicyError,
+)
 from halfstep.core.formats import Format
 from halfstep.core.policy import Policy, read
 
@@ -31,7 +37,7 @@ class ScheduleEntry:
     """The policy from there on, as text."""
 
     def after(self, steps: int) -> int:
-        """Returns after how many of a run's steps the policy takes over."""
+        """Returns the number of steps after which the policy takes over."""
         return self.from_ if isinstance(self.from_, int) else round(self.from_ * steps)
 
 
@@ -46,26 +52,28 @@ def check_entries(policy: str, entries: Sequence[ScheduleEntry], steps: int) -> 
         at = entry.after(steps)
         said = f"{where}.from = {entry.from_}" + ("" if entry.from_ == at else f", which is step {at},")
         if at >= steps:
-            raise ConfigError(
+            raise SettingConflictError(
                 f"{said} leaves no step of {steps} for `{entry.policy}`",
                 hint=f"`from` is a share below 1, or a whole number below training.steps ({steps})",
             )
         if at <= last:
             than = "the start of the run, which has `policy`" if last == 0 else f"step {last}, of the entry before"
-            raise ConfigError(
+            raise SettingConflictError(
                 f"{said} does not come after {than}", hint="write entries in order, each later than the last"
             )
         try:
             now = read(entry.policy)
         except HalfstepError as error:
-            raise ConfigError(f'{where}.policy = "{entry.policy}": {error.message}', hint=error.hint) from None
+            raise SettingPolicyError(
+                f'{where}.policy = "{entry.policy}": {error.message}', hint=error.hint
+            ) from None
         if now.base == "auto":
-            raise ConfigError(
+            raise SettingPolicyError(
                 f'{where}.policy = "{entry.policy}" would be measured, which is done before a run begins',
                 hint="name the policy: `halfstep probe` measures what is fastest here",
             )
         if before.base != "auto" and now.build() == before.build():
-            raise ConfigError(
+            raise SettingConflictError(
                 f'{where}.policy = "{entry.policy}" changes nothing: it is the policy before it',
                 hint="leave the entry out, or name another policy",
             )
@@ -73,12 +81,12 @@ def check_entries(policy: str, entries: Sequence[ScheduleEntry], steps: int) -> 
 
 
 def check_later(entries: Sequence[ScheduleEntry], check: Callable[[Policy], object]) -> None:
-    """Calls `check`, which refuses policies that cannot run, with those that take over later."""
+    """Calls `check`, which refuses policies that cannot run, for each policy that takes over later."""
     for i, entry in enumerate(entries):
         try:
             check(Policy.parse(entry.policy))
         except HalfstepError as error:
-            raise ConfigError(f"schedule[{i}].policy: {error.message}", hint=error.hint) from None
+            raise SettingPolicyError(f"schedule[{i}].policy: {error.message}", hint=error.hint) from None
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,7 @@ class PolicySchedule:
         return self.of_step(step) != self.of_step(step + 1)
 
     def record(self) -> list[dict[str, Any]]:
-        """Returns the schedule as manifests and events have it: in steps, from the first policy on."""
+        """Returns the schedule as manifests and events record it: in steps, beginning with the first policy."""
         return [{"from": after, "policy": str(policy)} for after, policy in self.phases]
 
     def check(self, model: ModelConfig) -> None:
@@ -116,7 +124,7 @@ class PolicySchedule:
             try:
                 check_change(before, now, rule_names(model), parameter_shapes(model), f", after step {after},")
             except PolicyError as error:
-                raise ConfigError(error.message, hint=error.hint) from None
+                raise SettingPolicyError(error.message, hint=error.hint) from None
 
 
 def rule_names(model: ModelConfig) -> list[str]:
@@ -134,7 +142,7 @@ def check_change(
     if lossy:
         (parameter, role), more = lossy[0], len({name for name, _ in lossy}) - 1
         others = f", and so for {more} other parameters" if more else ""
-        raise PolicyError(
+        raise PolicyChangeError(
             f"the policy `{now}`{when} would round what `{before}` has learned: {role} of `{parameter}` is "
             f"{was[lossy[0]]} before and {will[lossy[0]]} after{others}",
             hint=f"keep them: `{now},param={before.param.format},moments={before.moments}`; or name a policy with "

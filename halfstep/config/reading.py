@@ -31,7 +31,7 @@ def open_regular(path: str | Path) -> BufferedReader:
 
 
 def read_bytes(path: str | Path, most: int | None = None) -> bytes:
-    """Returns what a regular file holds, unless that is more than `most` bytes; by default, than memory has."""
+    """Returns the content of a regular file; refuses more than `most` bytes, by default more than memory."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         limit = most if most is not None else host.memory() or size
@@ -42,12 +42,12 @@ def read_bytes(path: str | Path, most: int | None = None) -> bytes:
 
 
 def fits_in_memory(num_bytes: int) -> bool:
-    """Whether this machine has memory for so many bytes; True if that is unknown."""
+    """Whether this machine has memory for that many bytes; True if its memory is unknown."""
     return num_bytes <= (host.memory() or num_bytes)
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Returns what JSON says."""
+    """Parses JSON; refuses what is nested too deeply."""
     try:
         return json.loads(content)
     except RecursionError:
@@ -55,7 +55,7 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Returns what TOML says."""
+    """Parses TOML; refuses what is nested too deeply."""
     try:
         if not _LONG_KEY.search(text):
             return tomllib.loads(text)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from halfstep.config.model import ModelConfig
 from halfstep.config.policy_schedule import ScheduleEntry, check_entries
 from halfstep.config.schema import Bounds, Count, Decay, Positive, Rate, Seed, Share, shown
-from halfstep.core.errors import ConfigError, HalfstepError
+from halfstep.core.errors import HalfstepError, SettingConflictError, SettingPolicyError
 from halfstep.core.policy import read
 
 Backend = Literal["torch", "jax", "mlx"]
@@ -205,37 +205,37 @@ class RunConfig:
         try:
             read(self.policy)
         except HalfstepError as error:
-            raise ConfigError(f'policy = "{self.policy}": {error.message}', hint=error.hint) from None
+            raise SettingPolicyError(f'policy = "{self.policy}": {error.message}', hint=error.hint) from None
         check_entries(self.policy, self.schedule, self.training.steps)
         if self.init_digest and not self.init:
-            raise ConfigError(
+            raise SettingConflictError(
                 f'init_digest is "{self.init_digest}", but there is no `init`',
                 hint="name the weights with --init, or leave init_digest out",
             )
         if self.training.warmup + self.training.warmdown > 1:
-            raise ConfigError(
+            raise SettingConflictError(
                 f"training.warmup {self.training.warmup} and training.warmdown {self.training.warmdown} "
                 "are shares of one run and add up to more than 1",
                 hint="lower one of them",
             )
         if self.model.tied and self.optimizer.head_rate:
-            raise ConfigError(
+            raise SettingConflictError(
                 f"optimizer.head_rate is {self.optimizer.head_rate:g}, but the head is tied to the embedding",
                 hint="set optimizer.embedding_rate, or model.tied = false",
             )
         if self.training.memory == "lean" and self.backend == "mlx":
-            raise ConfigError(
+            raise SettingConflictError(
                 'training.memory = "lean", and backend mlx cannot keep what matmuls return and compute the rest '
                 "again: mx.checkpoint runs all of a function again",
                 hint="set training.recompute_blocks = true, which does so by block, or use --backend torch or jax",
             )
         if self.training.compile == "block" and self.backend != "torch":
-            raise ConfigError(
+            raise SettingConflictError(
                 f'training.compile = "block", and backend {self.backend} compiles a step as a whole',
                 hint="set training.compile = true, or use --backend torch",
             )
         if self.monitor.shadow_every and self.backend != "torch":
-            raise ConfigError(
+            raise SettingConflictError(
                 f"monitor.shadow_every = {self.monitor.shadow_every}, and backend {self.backend} cannot run a "
                 "step again in other formats: they are compiled into it",
                 hint="use --backend torch, or leave monitor.shadow_every at 0",
@@ -243,7 +243,7 @@ class RunConfig:
         if self.training.graph and (self.backend != "torch" or self.monitor.on):
             elsewhere = f"backend {self.backend} has no CUDA graphs of its own to make"
             watched = "the monitor sends numbers of layers to the host within a step"
-            raise ConfigError(
+            raise SettingConflictError(
                 f"training.graph is true, and {elsewhere if self.backend != 'torch' else watched}",
                 hint="set monitor.on = false" if self.backend == "torch" else "set training.graph = false",
             )
@@ -254,19 +254,19 @@ class RunConfig:
         if shard == "none":
             return
         if self.backend != "torch":
-            raise ConfigError(
+            raise SettingConflictError(
                 f'parallel.shard = "{shard}", and backend {self.backend} shards nothing: FSDP is torch\'s',
                 hint='use --backend torch, or leave parallel.shard at "none"',
             )
         if self.artifact.format != "none":
-            raise ConfigError(
+            raise SettingConflictError(
                 f'artifact.format = "{self.artifact.format}" needs whole weights, and parallel.shard = "{shard}" '
                 "leaves each process a share of them",
                 hint='set artifact.format = "none"; `halfstep artifact RUN` makes it from a checkpoint',
             )
 
 
-def in_words(key: str, value: object) -> str:
+def describe_value(key: str, value: object) -> str:
     """Returns the value of a setting as a message has it: a rate of 0 is that of all parameters."""
     own = ("optimizer.embedding_rate", "optimizer.head_rate", "optimizer.scalar_rate")
     if key == "schedule":

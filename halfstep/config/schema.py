@@ -14,7 +14,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from halfstep.core.errors import ConfigError, did_you_mean, nearest, one_of
+from halfstep.core.errors import ConfigError, SettingValueError, UnknownSettingError, did_you_mean, nearest, one_of
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ def build(cls: type[T], table: Any, prefix: str = "", *, others: bool = False) -
             raise unknown_key(prefix + key, [prefix + name for name in hints])
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         if key_of(field.name) not in table and field.default is field.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"`{prefix}{key_of(field.name)}` is missing")
+            raise UnknownSettingError(f"`{prefix}{key_of(field.name)}` is missing")
     known = ((*hints[key], prefix + key, value) for key, value in table.items() if key in hints)
     return cls(**{name: _check(hint, value, key, others) for name, hint, key, value in known})
 
@@ -118,7 +118,7 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def check(hints: Mapping[str, Any], table: Mapping[str, Any]) -> None:
-    """Refuses a table that has a value of another type under one of some keys, each of which may be missing."""
+    """Refuses a table with a value of the wrong type under one of the keys; each key may be missing."""
     for key, hint in hints.items():
         if key in table and type(table[key]) not in _exact_types(hint):  # most are: tables may come by the million
             _check(hint, table[key], key, others=True)
@@ -146,8 +146,8 @@ def unknown_key(key: str, legal: list[str]) -> ConfigError:
     match = nearest(last, siblings) if siblings else nearest(key, legal)
     if match is None:
         known = ", ".join(siblings.values() or legal)
-        return ConfigError(f"unknown setting `{key}`", hint=f"the settings are {known}")
-    return ConfigError(f"unknown setting `{key}`", hint=f"did you mean `{siblings.get(match, match)}`?")
+        return UnknownSettingError(f"unknown setting `{key}`", hint=f"the settings are {known}")
+    return UnknownSettingError(f"unknown setting `{key}`", hint=f"did you mean `{siblings.get(match, match)}`?")
 
 
 def rows(cls: type, prefix: str = "") -> Iterator[Row]:
@@ -210,7 +210,7 @@ def _unwrap(hint: Any) -> tuple[Any, Bounds | None]:
 
 
 def _check(hint: Any, value: Any, key: str, others: bool) -> Any:
-    """Returns a value as its field holds it; refuses one of another type."""
+    """Returns a value converted to what its field holds; refuses a value of another type."""
     kind, _ = _unwrap(hint)
     if kind is Any:
         return value
@@ -227,7 +227,7 @@ def _check_section(kind: Any, value: Any, key: str, others: bool) -> Any:
 
 
 def _check_union(kind: Any, value: Any, key: str, others: bool) -> Any:
-    """Checks against the kind that the value is like, so that an error names what is wrong with it."""
+    """Checks against the member of the union that the value resembles, so that an error names what is wrong."""
     kinds = get_args(kind)
     if value is None and NoneType in kinds:
         return None
@@ -307,7 +307,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _is_like(hint: Any, value: Any) -> bool:
-    """Whether a value is of the sort that one kind of several asks for: a table, text or a number."""
+    """Whether a value has the form that one type of a union expects: a table, text or a number."""
     kind, _ = _unwrap(hint)
     if dataclasses.is_dataclass(kind):
         return isinstance(value, Mapping)
@@ -324,4 +324,4 @@ def wrong(key: str, value: Any, allowed: str, hint: str | None = None) -> Config
         shown = f"{value!r}" if not isinstance(value, str) else f'"{value}"'
     except (ValueError, RecursionError):  # Python prints neither a number of 5,000 digits nor a list 1,000 deep
         shown = f"a {type(value).__name__} too long to print"
-    return ConfigError(f"`{key}` is {shown}; it must be {allowed}", hint=hint)
+    return SettingValueError(f"`{key}` is {shown}; it must be {allowed}", hint=hint)

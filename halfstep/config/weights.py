@@ -1,4 +1,6 @@
-"""The initial weights of the reference decoder, the same on every backend: a function of (seed, name), in numpy.
+"""The weights of the reference decoder: the initial ones, and those of a run under another policy.
+
+Initial weights are the same on every backend: a function of (seed, name), in numpy.
 
 matrices                          normal, variance 1 / (3 fan_in), which keeps the scale of activations
 those that write to the stream    zero, or divided by sqrt(2 layers), so that the stream grows as one block
@@ -9,13 +11,17 @@ residual_mix                      (1, 0): the stream itself;   value_mix   0.5
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.config.model import ModelConfig, Shape, parameter_shapes
+from halfstep.config.policy_schedule import held, rule_names
+from halfstep.core.formats import Format
 from halfstep.core.philox import tensor_id
+from halfstep.core.policy import Policy
+from halfstep.core.state_format import OF_BACKEND, OF_POLICY, Stored, convert
 
 # Every parameter of a model once, by name, in fp32.
 Weights = Iterable[tuple[str, NDArray[np.float32]]]
@@ -47,3 +53,35 @@ def _initial(model: ModelConfig, seed: int, name: str, shape: Shape) -> NDArray[
         std /= math.sqrt(2 * model.layers)
     generator = np.random.Generator(np.random.Philox(key=[seed, tensor_id(name)]))
     return generator.standard_normal(shape, np.float32) * np.float32(std)
+
+
+def held_formats(policy: Policy, model: ModelConfig, state: Mapping[str, Stored]) -> dict[str, Format]:
+    """Returns the formats that a policy gives the masters and moments of a state."""
+    formats, shapes = dict[str, Format](), parameter_shapes(model)
+    for (parameter, role), fmt in held(policy, rule_names(model), shapes).items():
+        if role == "param":
+            formats[f"model.{parameter}"] = fmt
+            continue
+        moments = [name for name in state if name.startswith("optimizer.") and f".{parameter}." in name]
+        formats |= {name: fmt for name in moments if len(state[name].shape) == len(shapes[parameter])}
+    return formats
+
+
+def carry_over(
+    given: Mapping[str, Stored],
+    ours: Mapping[str, Stored],
+    before: Policy,
+    now: Policy,
+    model: ModelConfig,
+    *,
+    crosses: bool = False,
+) -> dict[str, Stored]:
+    """Converts a state that the policy `before` left to the form of `ours`, a fresh run of the policy `now`.
+
+    What belongs to the policy `now` alone starts anew, and so does what belongs to a backend, if the run `crosses`
+    to another. A loss scale is kept if both policies scale alike, and so are amaxes of layers that both delay.
+    """
+    anew = tuple(each for each in OF_POLICY if each != "scale." or before.scale != now.scale)
+    state = convert(given, ours, held_formats(now, model, ours), anew + (OF_BACKEND if crosses else ()))
+    known = {} if crosses else {name: given[name] for name in state.keys() & given.keys()}
+    return state | {name: value for name, value in known.items() if name.startswith("amax.")}

@@ -51,7 +51,7 @@ class Device:
 
     def __str__(self) -> str:
         if self.capability is not None:
-            return f"{self.name} (compute capability {_dotted(self.capability)})"
+            return f"{self.name} (compute capability {_with_dots(self.capability)})"
         return f"{self.name} ({self.architecture})" if self.architecture else self.name
 
 
@@ -89,7 +89,7 @@ def emulated(fmt: Format, arrays: str) -> Support:
 
 def _nvidia(fmt: Format, device: Device) -> Support:
     assert device.capability is not None
-    has = f"compute capability {_dotted(device.capability)}"
+    has = f"compute capability {_with_dots(device.capability)}"
     if fmt == FP32:
         return Support(True, f"{has}; every NVIDIA GPU multiplies fp32")
     if fmt in (E4M3FNUZ, E5M2FNUZ):
@@ -98,7 +98,7 @@ def _nvidia(fmt: Format, device: Device) -> Support:
             f"{has}; NVIDIA multiplies {str(fmt).removesuffix('fnuz')}, which is a different format from {fmt}",
         )
     needed = {FP16: (7, 0), BF16: (8, 0), TF32: (8, 0), E4M3: (8, 9), E5M2: (8, 9)}[fmt]
-    return Support(device.capability >= needed, f"{has}; {fmt} needs {_dotted(needed)}")
+    return Support(device.capability >= needed, f"{has}; {fmt} needs {_with_dots(needed)}")
 
 
 # By the beginning of the name.
@@ -116,10 +116,10 @@ def _amd(fmt: Format, device: Device) -> Support:
     if fmt == FP32:
         return Support(True, f"{device.architecture or device.name}; every AMD GPU multiplies fp32")
     if not device.architecture:
-        return _unknown(fmt, device, "gfx name")
+        return _unknown_hardware(fmt, device, "gfx name")
     for prefix, formats in _AMD.items():
         if device.architecture.startswith(prefix):
-            return _listed(fmt, device.architecture, formats)
+            return _support_from_list(fmt, device.architecture, formats)
     return Support(False, f"{device.architecture} has no known matrix instructions")
 
 
@@ -135,10 +135,10 @@ def _intel(fmt: Format, device: Device) -> Support:
     if fmt == FP32:
         return Support(True, f"{device.architecture or device.name}; every Intel GPU multiplies fp32")
     if device.architecture not in _INTEL:
-        return _unknown(fmt, device, "architecture")
+        return _unknown_hardware(fmt, device, "architecture")
     if not _INTEL[device.architecture]:
         return Support(False, f"{device.architecture} has no matrix units")
-    return _listed(fmt, device.architecture, _INTEL[device.architecture])
+    return _support_from_list(fmt, device.architecture, _INTEL[device.architecture])
 
 
 def _apple(fmt: Format, device: Device) -> Support:
@@ -148,7 +148,7 @@ def _apple(fmt: Format, device: Device) -> Support:
         return Support(False, f"no Apple GPU multiplies {fmt}")
     generation = device.architecture.removeprefix("m").split("-")[0]
     if not generation.isdecimal():
-        return _unknown(fmt, device, "generation")
+        return _unknown_hardware(fmt, device, "generation")
     if int(generation) >= 3:
         return Support(True, f"{device.architecture}; bf16 needs m3")
     return Support(False, f"{device.architecture} converts bf16 in software; bf16 needs m3")
@@ -161,7 +161,7 @@ def _tpu(fmt: Format, device: Device) -> Support:
         return Support(False, "a TPU's matrix unit makes an fp32 product of several bf16 products")
     if fmt in (E4M3, E5M2):
         if not device.architecture:
-            return _unknown(fmt, device, "version")
+            return _unknown_hardware(fmt, device, "version")
         version = device.architecture.removeprefix("v")[:1]
         ok = version.isdecimal() and int(version) >= 7
         return Support(ok, f"TPU {device.architecture}; {fmt} needs v7")
@@ -193,15 +193,15 @@ _RULES: dict[Kind, Callable[[Format, Device], Support]] = {
 }
 
 
-def _listed(fmt: Format, where: str, formats: tuple[Format, ...]) -> Support:
+def _support_from_list(fmt: Format, where: str, formats: tuple[Format, ...]) -> Support:
     names = ", ".join(str(other) for other in (FP32, *formats))
     return Support(fmt in formats, f"the matrix units of {where} multiply {names}")
 
 
-def _unknown(fmt: Format, device: Device, what: str) -> Support:
+def _unknown_hardware(fmt: Format, device: Device, what: str) -> Support:
     given = f" (`{device.architecture}`)" if device.architecture else ""
     return Support(False, f"the {what} of {device.name}{given} is not known, and so whether it multiplies {fmt}")
 
 
-def _dotted(capability: tuple[int, int]) -> str:
+def _with_dots(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Literal, cast, get_args
 
-from halfstep.core.errors import FormatError, did_you_mean
+from halfstep.core.errors import UnknownFormatError, did_you_mean
 
 Specials = Literal["ieee", "fn", "f", "fnuz"]
 Overflow = Literal["inf", "nan", "saturate", "raise"]
@@ -41,7 +41,7 @@ class Format:
 
     def __post_init__(self) -> None:
         if not (2 <= self.exponent_bits <= 8 and 1 <= self.mantissa_bits <= 23):
-            raise FormatError(
+            raise UnknownFormatError(
                 f"`e{self.exponent_bits}m{self.mantissa_bits}` is not supported: "
                 "a format has 2 to 8 exponent bits and 1 to 23 mantissa bits",
                 hint="fp32 is e8m23, the widest format here",
@@ -49,7 +49,7 @@ class Format:
         if self.bias == -1:
             object.__setattr__(self, "bias", _usual_bias(self.exponent_bits, self.specials))
         if self.min_exponent - self.mantissa_bits < -149 or self.max_exponent > 127:
-            raise FormatError(
+            raise UnknownFormatError(
                 f"`{self.name}` has values that fp32 lacks (exponents {self.min_exponent} to "
                 f"{self.max_exponent}); every format must fit inside fp32",
                 hint="use a bias nearer to the middle, or fewer exponent bits",
@@ -178,7 +178,7 @@ def parse(text: str) -> Format:
     name = FOREIGN.get(name, name)
     match = _NAME.fullmatch(ALIASES.get(name, name))
     if match is None:
-        raise FormatError(
+        raise UnknownFormatError(
             f"unknown number format `{text}`; named formats are {', '.join(ALIASES)}, "
             "and any ExMy that states its special values, such as e3m4ieee",
             hint=_FAMILIES.get(name)
@@ -187,7 +187,7 @@ def parse(text: str) -> Format:
     exponent_bits, mantissa_bits, bias, specials = match.groups()
     if specials is None:
         variants = " or ".join(f"`{name}{suffix}`" for suffix in get_args(Specials))
-        raise FormatError(
+        raise UnknownFormatError(
             f"`{text}` does not say whether it has infinities and NaN",
             hint=f"write {variants} (`halfstep formats --help` explains the suffixes)",
         )

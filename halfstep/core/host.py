@@ -50,7 +50,7 @@ def _cpuinfo() -> dict[str, str]:
     if not _CPUINFO.exists():
         return {}
     first = _CPUINFO.read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
-    pairs = (line.partition(":") for line in first.splitlines())
+    pairs = [line.partition(":") for line in first.splitlines()]
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from halfstep.core.cast_constants import cast_constants
+from halfstep.core.arrays.cast import cast_constants
 from halfstep.core.formats import FP32, Format, parse
 from halfstep.core.stats import TensorStats
 from halfstep.core.stats.what_if import SPECS, SignalLost, scales_of, signal_lost
@@ -122,7 +122,7 @@ def merge(one: NDArray[Any], other: NDArray[Any]) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class Sample:
-    """What a sample says about one tensor, as it is written. A number that does not exist is None."""
+    """The numbers of one tensor in a `sample` event. A number that does not exist is None."""
 
     format: str  # what it is carried in: sqnr and headroom are about this one
     count: int
@@ -185,11 +185,11 @@ class Observation:
             _hundredths(stats.headroom_bits),
             _digits(stats.kurtosis),
             {int(exponent): n for exponent, n in stats.to_dict()["exponents"].items()},
-            {spec: _written(lost) for spec, lost in self.what_if.items()},
+            {spec: _what_was_lost(lost) for spec, lost in self.what_if.items()},
         )
 
 
-def _written(lost: SignalLost) -> dict[str, Any]:
+def _what_was_lost(lost: SignalLost) -> dict[str, Any]:
     sqnr, exact = _decibels(lost.sqnr_db)
     shares = {"overflow": lost.overflow_fraction, "underflow": lost.underflow_fraction}
     return {"sqnr": sqnr, "exact": exact, **{name: _digits(share) for name, share in shares.items()}}

@@ -24,16 +24,17 @@ The known answers of Random123 are in tests/core/test_philox.py; a port must giv
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2s
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from halfstep.core.errors import RoundingError
+from halfstep.core.errors import RandomBitsError
 
 Words: TypeAlias = NDArray[np.uint32]
+Word = TypeVar("Word", bound=Any)
 
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
@@ -45,15 +46,35 @@ def philox4x32(
     counter: tuple[Words, Words, Words, Words], key: tuple[int, int]
 ) -> tuple[Words, Words, Words, Words]:
     """Returns four random words for each counter, whose words are arrays of one shape, or broadcast."""
-    # Held in uint64, where a product of two words is whole.
-    c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(word, np.uint32).astype(np.uint64) for word in counter))
-    k0, k1 = key
-    for _ in range(10):
-        product0, product1 = (np.uint64(m) * c for m, c in zip(MULTIPLIERS, (c0, c2), strict=True))
-        c0, c1 = (product1 >> _HALF) ^ c1 ^ np.uint64(k0), product1 & _MASK
-        c2, c3 = (product0 >> _HALF) ^ c3 ^ np.uint64(k1), product0 & _MASK
-        k0, k1 = (k0 + KEY_STEPS[0]) % 2**32, (k1 + KEY_STEPS[1]) % 2**32
-    return c0.astype(np.uint32), c1.astype(np.uint32), c2.astype(np.uint32), c3.astype(np.uint32)
+    words = np.broadcast_arrays(*(np.asarray(word, np.uint32).astype(np.uint64) for word in counter))
+    keys = [(np.uint64(k0), np.uint64(k1)) for k0, k1 in round_keys(key)]
+
+    def product(word: NDArray[np.uint64], multiplier: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        whole = word * np.uint64(multiplier)
+        return whole >> _HALF, whole & _MASK
+
+    c0, c1, c2, c3 = (word.astype(np.uint32) for word in rounds(words, keys, product))
+    return c0, c1, c2, c3
+
+
+def round_keys(key: tuple[int, int]) -> list[tuple[int, int]]:
+    """Returns the two words of the key in each of the ten rounds."""
+    (k0, k1), (step0, step1) = key, KEY_STEPS
+    return [((k0 + turn * step0) % 2**32, (k1 + turn * step1) % 2**32) for turn in range(10)]
+
+
+def rounds(
+    counter: Sequence[Word], keys: Iterable[tuple[Any, Any]], product: Callable[[Word, int], tuple[Word, Word]]
+) -> tuple[Word, Word, Word, Word]:
+    """Computes the ten rounds on the words of any framework, each below 2^32 in an integer type of any width.
+
+    `product` multiplies a word by a constant and returns the high and the low half.
+    """
+    c0, c1, c2, c3 = counter
+    for k0, k1 in keys:
+        (high0, low0), (high1, low1) = product(c0, MULTIPLIERS[0]), product(c2, MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+    return c0, c1, c2, c3
 
 
 def random_bits(shape: int | tuple[int, ...], *, seed: int, step: int, tensor: int, start: int = 0) -> Words:
@@ -83,7 +104,7 @@ def tensor_id(name: str) -> int:
 
 def _within(name: str, value: int, limit: int, hint: str | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < limit:
-        raise RoundingError(
+        raise RandomBitsError(
             f"`{name}` is {value!r}; random words need an integer from 0 to {limit - 1}",
             hint=hint or "all replicas and shards must agree on it",
         )

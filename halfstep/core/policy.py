@@ -26,7 +26,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from halfstep.core.errors import HalfstepError, PolicyError, did_you_mean, one_of
+from halfstep.core.errors import (
+    AutoPolicyError,
+    PolicyConflictError,
+    PolicyError,
+    PolicySyntaxError,
+    RoleValueError,
+    UnknownPresetError,
+    did_you_mean,
+    one_of,
+)
 from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, Format
 from halfstep.core.roles import (
     ROLES,
@@ -125,10 +134,10 @@ class Policy:
 
     def without_training(self) -> "Policy":
         """Returns the policy without what only training uses: split masters, moments, formats of gradients."""
-        rules = [Rule(rule.glob, tuple(_resting(dict(rule.changes)).items())) for rule in self.rules]
+        rules = [Rule(rule.glob, tuple(_without_updates(dict(rule.changes)).items())) for rule in self.rules]
         return replace(
             self,
-            **_resting({"param": self.param, "compute": self.compute}),  # type: ignore[arg-type]
+            **_without_updates({"param": self.param, "compute": self.compute}),  # type: ignore[arg-type]
             accumulate=FP32,
             moments=FP32,
             rules=tuple(rule for rule in rules if rule.changes),
@@ -139,8 +148,8 @@ class Policy:
         """Reads the text form. `auto` is the policy that was chosen for the name `auto`, if any."""
         try:
             return read(text, auto=auto is not None).build(auto)
-        except HalfstepError as error:
-            raise PolicyError(f"in policy `{text}`: {error.message}", hint=error.hint) from None
+        except PolicyError as error:
+            raise error.within(f"in policy `{text}`") from None
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], *, auto: "Policy | None" = None) -> "Policy":
@@ -185,7 +194,7 @@ class Policy:
         for role in ("compute", "grad"):
             fmt = getattr(self, role).format
             if is_narrow(fmt):
-                raise PolicyError(
+                raise RoleValueError(
                     f"{role}={fmt} cannot hold for a whole model: {fmt} is for matmul operands, "
                     "not for the activations between them",
                     hint=f'name the matmuls in a rule, such as Rule.parse("{EVERYWHERE}", "{role}={fmt}")',
@@ -202,13 +211,13 @@ class Policy:
 
     def _check_scale(self) -> None:
         if isinstance(self.scale, NoScale) and (weak := self._weak()):
-            raise PolicyError(
+            raise PolicyConflictError(
                 f"`{weak[0]}` without a scale: gradients below {SMALLEST_FP16} would become zero",
                 hint="add `scale=dynamic`, start from `fp16-mixed`, or use bf16, which has fp32's range",
             )
 
 
-def _resting(roles: Mapping[str, Value]) -> dict[str, Value]:
+def _without_updates(roles: Mapping[str, Value]) -> dict[str, Value]:
     """Returns the roles of weights that no update changes. Gradients, which nobody asks for, follow the others."""
     kept = {role: value for role, value in roles.items() if role not in ("grad", "grad_weight", "moments")}
     if isinstance(compute := kept.get("compute"), Operand):
@@ -220,7 +229,7 @@ def _resting(roles: Mapping[str, Value]) -> dict[str, Value]:
 
 @dataclass(frozen=True)
 class Spelling:
-    """A policy as it is written: a preset, the roles that differ, and the added rules."""
+    """The parts of a policy's text: a preset, the roles that differ from it, and the rules that are added."""
 
     base: str
     items: Mapping[str, Value]
@@ -235,7 +244,7 @@ class Spelling:
         """Returns the policy."""
         base = auto if self.base == "auto" else PRESETS[self.base]
         if base is None:
-            raise PolicyError(
+            raise AutoPolicyError(
                 "`auto` chooses by measuring, and nothing is measured here",
                 hint=f"`halfstep probe` measures; or name {one_of(PRESETS)}",
             )
@@ -253,7 +262,7 @@ class Spelling:
         for rule in self.rules:
             for role in narrow:
                 if rule.glob == EVERYWHERE and role in dict(rule.changes):
-                    raise PolicyError(
+                    raise PolicyConflictError(
                         f"role `{role}` is given for `{EVERYWHERE}` twice", hint="keep one of the two"
                     )
 
@@ -276,7 +285,7 @@ def as_policy(given: "Policy | str") -> Policy:
     if isinstance(given, str | int):
         return Policy.parse(str(given))
     if not isinstance(given, Policy):
-        raise PolicyError(
+        raise PolicySyntaxError(
             f"the policy is a {type(given).__name__}", hint="give a Policy, or its text, such as `bf16-mixed`"
         )
     return given
@@ -295,20 +304,22 @@ def read(text: str, *, auto: bool = True) -> Spelling:
 
 def read_table(table: Mapping[str, Any], *, auto: bool = True) -> Spelling:
     """Reads the table form without building the policy, as `read` does."""
-    base = _preset(_string("preset", table.get("preset", "fp32")), auto)
+    base = _preset(_check_string("preset", table.get("preset", "fp32")), auto)
     items: dict[str, Value] = {}
     for role, value in table.items():
         if role in ("preset", "rules"):
             continue
         check_role(role, in_rule=False)
-        text = ("true" if value else "false") if isinstance(value, bool) else _string(role, value)
+        text = ("true" if value else "false") if isinstance(value, bool) else _check_string(role, value)
         items[role] = parse_value(role, text)
     rules = table.get("rules", {})
     if not isinstance(rules, Mapping):
-        raise PolicyError(
+        raise PolicySyntaxError(
             f"policy.rules is {rules!r}; it must be a table", hint='such as "lm_head" = "compute=fp32"'
         )
-    return Spelling(base, items, tuple(Rule.parse(glob, _string(glob, text)) for glob, text in rules.items()))
+    return Spelling(
+        base, items, tuple(Rule.parse(glob, _check_string(glob, text)) for glob, text in rules.items())
+    )
 
 
 def _read_rules(parts: Iterable[str]) -> Iterator[Rule]:
@@ -316,9 +327,11 @@ def _read_rules(parts: Iterable[str]) -> Iterator[Rule]:
     for part in parts:
         glob, colon, changes = (piece.strip() for piece in part.partition(":"))
         if not colon:
-            raise PolicyError(f"`{part.strip()}` is not a rule", hint="write a rule like `lm_head: compute=fp32`")
+            raise PolicySyntaxError(
+                f"`{part.strip()}` is not a rule", hint="write a rule like `lm_head: compute=fp32`"
+            )
         if glob in globs:
-            raise PolicyError(f"two rules for `{glob}`", hint="write one rule with all of its roles")
+            raise PolicyConflictError(f"two rules for `{glob}`", hint="write one rule with all of its roles")
         globs.add(glob)
         yield Rule.parse(glob, changes)
 
@@ -326,37 +339,39 @@ def _read_rules(parts: Iterable[str]) -> Iterator[Rule]:
 def read_as(text: str) -> str:
     """Says which preset a policy starts from, if it is written with a name of another library; else nothing."""
     name = text.partition(";")[0].partition(",")[0].strip()
-    if _folded(name) not in OTHER_NAMES:
+    if _normalize_name(name) not in OTHER_NAMES:
         return ""
-    preset, where = OTHER_NAMES[_folded(name)]
+    preset, where = OTHER_NAMES[_normalize_name(name)]
     return f"`{name}` is read as `{preset}`, which is what it means in {where}"
 
 
 def _preset(name: str, auto: bool) -> str:
     """Returns the preset of that name, which may be another library's."""
-    known = _folded(name)
+    known = _normalize_name(name)
     if known in PRESETS or known == "auto":
         return known
     if known in OTHER_NAMES:
         return OTHER_NAMES[known][0]
     if known in NOT_OFFERED:
         why, instead = NOT_OFFERED[known]
-        raise PolicyError(f"`{name}` is not a preset: {why}", hint=instead)
+        raise UnknownPresetError(f"`{name}` is not a preset: {why}", hint=instead)
     offered = [*PRESETS, *["auto"] * auto]
-    raise PolicyError(
+    raise UnknownPresetError(
         f"unknown preset `{name}`; presets are {', '.join(offered)}, and anything else is role=value",
         hint=did_you_mean(known, offered, otherwise="such as `bf16-mixed` or `bf16-mixed,norm=bf16`"),
     )
 
 
-def _folded(name: str) -> str:
+def _normalize_name(name: str) -> str:
     """Returns a name as our tables have it: `BF16_Mixed` is `bf16-mixed`."""
     return name.lower().replace("_", "-")
 
 
-def _string(key: str, value: Any) -> str:
+def _check_string(key: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise PolicyError(f"policy key `{key}` is {value!r}; it must be a string", hint='such as norm = "fp32"')
+        raise PolicySyntaxError(
+            f"policy key `{key}` is {value!r}; it must be a string", hint='such as norm = "fp32"'
+        )
     return value
 
 

@@ -14,7 +14,7 @@ incoming gradient g of (tokens, out), each summed in fp32:
     grad_weight = g^T x      operands in `grad_operand`, `operand`,    in `grad_weight`, fp32 as a rule
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -69,7 +69,7 @@ class Precision:
     def kept_bits(self) -> int:
         """The bits of mantissa that are left of a narrow incoming gradient; 0 if it is wide, or emulated.
 
-        A loss rounds the gradient of such a layer's logits to these, stochastically (torch/fp8/loss.py).
+        A loss rounds the gradient of such a layer's logits to these, stochastically (torch/loss/fp8.py).
         """
         fmt = self.grad_operand.format
         return fmt.mantissa_bits if is_narrow(fmt) and not self.emulate else 0
@@ -86,7 +86,12 @@ class Precision:
 
 def precisions(policy: Policy, names: Sequence[str]) -> dict[str, Precision]:
     """Returns the formats at each of a model's names; a rule that matches none, or a tie, is an error."""
-    return {name: _precision(policy, resolved) for name, resolved in policy.resolve(names).items()}
+    return precisions_of(policy, policy.resolve(names))
+
+
+def precisions_of(policy: Policy, values: Mapping[str, Resolved]) -> dict[str, Precision]:
+    """Returns the formats at each name, from what the policy's rules say there."""
+    return {name: _precision(policy, resolved) for name, resolved in values.items()}
 
 
 def base_precision(policy: Policy) -> Precision:

@@ -7,7 +7,18 @@ from typing import Any
 
 from halfstep.core.choice import Support
 from halfstep.core.devices import Device, caveat
-from halfstep.core.errors import FormatError, HalfstepError, PolicyError
+from halfstep.core.errors import (
+    ArgumentError,
+    BatchError,
+    FormatDtypeError,
+    FormatError,
+    HalfstepError,
+    PolicyConflictError,
+    UnmatchedRuleError,
+    UnsupportedFormatError,
+    UnsupportedRoleError,
+    UnsupportedTransformError,
+)
 from halfstep.core.formats import TF32, Format
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision
@@ -25,18 +36,20 @@ NARROW_ONCE = (
 Missing = Callable[[str, Value], str]
 
 
-def check_numbers(*, clip_norm: Any = 0.0, seed: Any = 0, tokens: Any = 1, slice: Any = 1) -> None:
+def check_numbers(*, clip_norm: Any = 0.0, seed: Any = 0, tokens: Any = 1, slice: Any = 1, every: Any = 1) -> None:
     """Refuses values that are no settings of a run."""
     if not isinstance(clip_norm, Real) or not float(clip_norm) >= 0.0:
-        raise HalfstepError(f"clip_norm={clip_norm!r}: it must be a number, 0 or more", hint="0 clips nothing")
+        raise ArgumentError(f"clip_norm={clip_norm!r}: it must be a number, 0 or more", hint="0 clips nothing")
     if not isinstance(seed, Integral) or seed < 0:
-        raise HalfstepError(f"seed={seed!r}: a seed is a whole number, not negative", hint="such as seed=0")
+        raise ArgumentError(f"seed={seed!r}: a seed is a whole number, not negative", hint="such as seed=0")
     if not isinstance(tokens, Integral) or tokens < 1:
-        raise HalfstepError(f"tokens={tokens!r}: a micro-batch has at least 1", hint="batch times sequence length")
+        raise ArgumentError(f"tokens={tokens!r}: a micro-batch has at least 1", hint="batch times sequence length")
     if not isinstance(slice, Integral) or slice < 1:
-        raise HalfstepError(
+        raise ArgumentError(
             f"slice={slice!r}: at least 1 element of a tensor is watched", hint="such as slice=4096"
         )
+    if not isinstance(every, Integral) or every < 1:
+        raise ArgumentError(f"every={every!r}: it is a number of updates, at least 1", hint="such as every=100")
 
 
 def check_implemented(policy: Policy, backend: str, missing: Missing) -> None:
@@ -46,7 +59,7 @@ def check_implemented(policy: Policy, backend: str, missing: Missing) -> None:
             # Under emulation nothing is measured: what would be narrow if it is faster is always narrow.
             asked = replace(value, measured=False) if policy.emulate and isinstance(value, Operand) else value
             if instead := missing(role, asked):
-                raise PolicyError(
+                raise UnsupportedRoleError(
                     f"`{role}={print_value(value)}` is not implemented on {backend} yet", hint=instead
                 )
 
@@ -65,11 +78,13 @@ def check_formats(
         for fmt in precision.formats:
             support = supported(fmt)
             if not support:
-                raise PolicyError(f"{fmt} cannot run on {device}: {support.reason}", hint=EMULATE)
+                raise UnsupportedRoleError(f"{fmt} cannot run on {device}: {support.reason}", hint=EMULATE)
             if fmt not in native:
-                raise PolicyError(f"{fmt} matmuls are not implemented natively yet on {device}", hint=EMULATE)
+                raise UnsupportedRoleError(
+                    f"{fmt} matmuls are not implemented natively yet on {device}", hint=EMULATE
+                )
         if precision.grad != precision.compute:
-            raise PolicyError(
+            raise UnsupportedRoleError(
                 f"grad={precision.grad} with compute={precision.compute}: {library} keeps the gradient of an "
                 "activation in the activation's own format",
                 hint=f"write `grad={precision.compute}`, or {EMULATE}",
@@ -87,7 +102,7 @@ def named_format(fmt: Format, known: Iterable[Format]) -> Format:
     """Returns the format that a layer is built with, or refuses one that it cannot compute in by itself."""
     known = list(known)
     if fmt not in known:
-        raise FormatError(
+        raise UnsupportedFormatError(
             f"compute={fmt}: a layer by itself computes in {', '.join(map(str, known))}",
             hint="narrow operands come with a policy: prepare(model, optimizer, 'fp8-mixed')",
         )
@@ -99,7 +114,7 @@ def check_named(named: Mapping[str, Format | None], ruled: Mapping[str, Precisio
     for name, fmt in named.items():
         operand = ruled.get(name, base).operand.format
         if fmt not in (None, operand):
-            raise PolicyError(
+            raise PolicyConflictError(
                 f"`{name}` was built with compute={fmt}, and the policy says compute={operand} there",
                 hint=f"add the rule `{name}: compute={fmt}`, or leave `compute` out where the layer is built",
             )
@@ -108,15 +123,15 @@ def check_named(named: Mapping[str, Format | None], ruled: Mapping[str, Precisio
 def twice_error() -> HalfstepError:
     """Returns the error for a second derivative of a matmul with narrow operands."""
     what, hint = NARROW_ONCE
-    return HalfstepError(f"{what} cannot be differentiated twice, nor in forward mode", hint=hint)
+    return UnsupportedTransformError(f"{what} cannot be differentiated twice, nor in forward mode", hint=hint)
 
 
 def step_error(loss_fn: Any, micro_batches: Any) -> HalfstepError:
     """Returns the error for a step whose arguments are not a function and several micro-batches."""
     if not callable(loss_fn):
         what = f"loss_fn is one `{type(loss_fn).__name__}`, and is called with each micro-batch"
-        return HalfstepError(what, hint="pass the function first: run.step(loss_fn, [batch])")
-    return HalfstepError(
+        return ArgumentError(what, hint="pass the function first: run.step(loss_fn, [batch])")
+    return BatchError(
         f"micro_batches is one `{type(micro_batches).__name__}`: its rows or keys would be the batches",
         hint="put a single batch into a list: run.step(loss_fn, [batch])",
     )
@@ -127,7 +142,7 @@ def no_dtype(fmt: Format, framework: str, arrays: str, known: Iterable[Format]) 
     why = f"it is a way to multiply fp32 {arrays}"
     if fmt != TF32:
         why = f"{framework} has dtypes for {', '.join(map(str, known))}"
-    return FormatError(
+    return FormatDtypeError(
         f"{fmt} has no {framework} dtype: {why}",
         hint=f"keep the {arrays} in float32; cast.quantize rounds them to the format's numbers",
     )
@@ -135,7 +150,7 @@ def no_dtype(fmt: Format, framework: str, arrays: str, known: Iterable[Format]) 
 
 def no_format(dtype: object, arrays: str, known: Iterable[object]) -> FormatError:
     """Returns the error for a dtype that is not a format of a policy."""
-    return FormatError(
+    return FormatDtypeError(
         f"{dtype} is not a format that a policy knows; those are {', '.join(map(str, known))}",
         hint=f"integer and boolean {arrays} are not cast; float64 is wider than any format here",
     )
@@ -146,7 +161,7 @@ def check_measurable(formats: Iterable[Format], where: str, supported: Callable[
     for fmt in formats:
         support = supported(fmt)
         if not support:
-            raise FormatError(
+            raise UnsupportedFormatError(
                 f"{fmt} cannot be timed on {where}: {support.reason}",
                 hint="leave it out; `halfstep probe` lists the formats a device runs",
             )
@@ -175,4 +190,6 @@ def check_reach(policy: Policy, reach: Mapping[str, Iterable[str]]) -> None:
             if key in known and not any(rule.matches(name) for name in known[key]):
                 what, hint = _NEEDS[key]
                 changed = f"{role}={print_value(value)}"
-                raise PolicyError(f"`{changed}` changes nothing in rule `{rule}`: it names no {what}", hint=hint)
+                raise UnmatchedRuleError(
+                    f"`{changed}` changes nothing in rule `{rule}`: it names no {what}", hint=hint
+                )

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from halfstep.core import formats
-from halfstep.core.errors import HalfstepError, PolicyError, did_you_mean, one_of
+from halfstep.core.errors import HalfstepError, RoleValueError, did_you_mean, one_of
 from halfstep.core.formats import FP32, Format
 from halfstep.core.scaling import LAWS, DynamicScale, Scale
 
@@ -29,12 +29,12 @@ class Param:
 
     def __post_init__(self) -> None:
         if self.split and self.format != FP32:
-            raise PolicyError(
+            raise RoleValueError(
                 f"`{self.format}:split` is impossible: only fp32 splits into bf16 and a 16-bit remainder",
                 hint="write `fp32:split`, or leave the modifier out",
             )
         if self.stochastic and self.format == FP32:
-            raise PolicyError(
+            raise RoleValueError(
                 "`fp32:stochastic` is impossible: an fp32 update is not rounded to anything narrower",
                 hint="write `bf16:stochastic`, or leave the modifier out",
             )
@@ -52,7 +52,7 @@ class Operand:
     def __post_init__(self) -> None:
         given = _modifiers(self)
         if given and not is_narrow(self.format):
-            raise PolicyError(
+            raise RoleValueError(
                 f"`{self.format}:{':'.join(given)}` is impossible: {self.format} operands are not scaled, "
                 "only formats of 8 bits or less are",
                 hint=f"write `{self.format}`, or a narrow format such as `e4m3:{':'.join(given)}`",
@@ -159,7 +159,7 @@ def parse_value(role: str, text: str) -> Value:
     try:
         value = _read(ROLES[role].kind, text.strip())
     except HalfstepError as error:
-        raise PolicyError(f"{role}={text}: {error.message}", hint=error.hint) from None
+        raise RoleValueError(f"{role}={text}: {error.message}", hint=error.hint) from None
     check_offered(role, value)
     return value
 
@@ -169,7 +169,7 @@ def check_offered(role: str, value: Value) -> None:
     spec = ROLES[role]
     fmt = value if isinstance(value, Format) else getattr(value, "format", None)
     if spec.allowed is not None and fmt is not None and str(fmt) not in spec.allowed:
-        raise PolicyError(
+        raise RoleValueError(
             f"`{role}={print_value(value)}` is not offered ({spec.reason}); {role} may be {one_of(spec.allowed)}",
             hint=f"write `{role}={spec.allowed[0]}`",
         )
@@ -220,18 +220,18 @@ def _read(kind: type, text: str) -> Value:
     head, *words = [part.strip() for part in text.split(":")]
     if kind is bool:
         if text not in ("true", "false"):
-            raise PolicyError(f"`{text}` is neither `true` nor `false`")
+            raise RoleValueError(f"`{text}` is neither `true` nor `false`")
         return text == "true"
     if kind is Format or kind is Evaluation:
         if words:
-            raise PolicyError(f"modifier `{words[0]}` means nothing here; this role takes only a format")
+            raise RoleValueError(f"modifier `{words[0]}` means nothing here; this role takes only a format")
         if kind is Format:
             return formats.parse(head)
         return Evaluation(None if head == "compute" else formats.parse(head))
     if kind is Scale:
         laws = {law.word: law for law in LAWS}
         if head not in laws:
-            raise PolicyError(
+            raise RoleValueError(
                 f"unknown loss scaling `{head}`; it may be {one_of(laws)}",
                 hint=did_you_mean(head, laws, otherwise=f"fp16 needs `{DynamicScale.word}`, other formats `none`"),
             )
@@ -261,11 +261,11 @@ def _read_modifiers(kind: type, words: list[str]) -> dict[str, Any]:
         else:
             legal = [*flags, *(f"{key}=..." for key in numbers)]
             names = one_of(legal) if legal else "none"
-            raise PolicyError(
+            raise RoleValueError(
                 f"unknown modifier `{word}`; allowed here: {names}", hint=did_you_mean(key, [*flags, *numbers])
             )
         if name in values:
-            raise PolicyError(f"modifier `{word}` contradicts or repeats an earlier one", hint="give it once")
+            raise RoleValueError(f"modifier `{word}` contradicts or repeats an earlier one", hint="give it once")
         values[name] = value
     return values
 
@@ -274,9 +274,9 @@ def _read_number(kind: type, key: str, text: str) -> float:
     try:
         number = float(text)
     except ValueError:
-        raise PolicyError(f"`{key}={text}` is not a number") from None
+        raise RoleValueError(f"`{key}={text}` is not a number") from None
     if kind is not int:
         return number
     if number != number or number in (float("inf"), float("-inf")) or number != int(number):
-        raise PolicyError(f"`{key}={text}` is not a whole number")
+        raise RoleValueError(f"`{key}={text}` is not a whole number")
     return int(number)

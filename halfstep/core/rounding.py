@@ -53,7 +53,14 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from halfstep.core.errors import FormatError, RoundingError, did_you_mean, one_of
+from halfstep.core.errors import (
+    CastInputError,
+    CastOverflowError,
+    RandomBitsError,
+    UnsupportedFormatError,
+    did_you_mean,
+    one_of,
+)
 from halfstep.core.formats import FP32, Format, Overflow
 
 Rounding = Literal["nearest-even", "nearest-away", "truncate", "stochastic"]
@@ -87,7 +94,7 @@ def cast(
     words = _random_words(values, rounding, bits)
     _refuse_nan(values, format)
     if overflow == "raise" and (beyond := overflows(values, format, rounding=rounding, bits=bits)).any():
-        raise RoundingError(
+        raise CastOverflowError(
             f"{_first(beyond, values)} beyond {format}, whose largest number is {format.max:g}",
             hint="scale the tensor down, or state another rule, such as overflow=`saturate`",
         )
@@ -132,7 +139,7 @@ def encode(values: NDArray[Any], format: Format | str) -> NDArray[np.unsignedint
     changed = decode(codes, format).view(np.uint32) != patterns
     changed &= ~np.isnan(numbers.reshape(-1))
     if changed.any():
-        raise RoundingError(
+        raise CastOverflowError(
             f"{_first(changed, numbers)} not a number of {format}, so there is no code for it",
             hint="round first, with cast(values, format, overflow=...)",
         )
@@ -144,7 +151,7 @@ def decode(codes: NDArray[Any], format: Format | str) -> Floats:
     format = as_format(format)
     codes, limit = np.asarray(codes), 2**format.bits
     if codes.dtype.kind not in "ui" or (codes.size and not 0 <= int(codes.min()) <= int(codes.max()) < limit):
-        raise RoundingError(
+        raise CastInputError(
             f"codes of {format} are integers from 0 to {limit - 1}; given: {codes.dtype} values",
             hint="view the array as unsigned integers, and right-align codes that are stored in upper bits",
         )
@@ -257,11 +264,11 @@ def as_fp32(x: NDArray[Any], format: Format) -> Floats:
     if x.dtype == np.float32 or x.dtype == np.float16:
         return np.ascontiguousarray(x, np.float32).reshape(x.shape)
     if x.dtype == np.float64:
-        raise RoundingError(
+        raise CastInputError(
             f"float64 would be rounded twice, to fp32 and then to {format}: near a tie, to the wrong number",
             hint="x.astype(np.float32) accepts the first rounding",
         )
-    raise RoundingError(
+    raise CastInputError(
         f"a cast takes float32 or float16 values, not {x.dtype}",
         hint="widen a narrower float exactly with x.astype(np.float32); integers are not cast by a policy",
     )
@@ -270,7 +277,7 @@ def as_fp32(x: NDArray[Any], format: Format) -> Floats:
 def check_overflow(format: Format, overflow: Overflow, legal: Sequence[str]) -> None:
     """Refuses an overflow rule that is not legal."""
     if overflow not in legal:
-        raise FormatError(
+        raise UnsupportedFormatError(
             f"{format} cannot overflow by the rule `{overflow}`; it allows {one_of(legal)}",
             hint=did_you_mean(str(overflow), legal, otherwise="`saturate` works in every format"),
         )
@@ -279,12 +286,12 @@ def check_overflow(format: Format, overflow: Overflow, legal: Sequence[str]) -> 
 def check_rounding(rounding: Rounding, *, random: bool) -> None:
     """Refuses an unknown rounding, and random bits (if `random`) for a rounding that uses none."""
     if rounding not in get_args(Rounding):
-        raise RoundingError(
+        raise CastInputError(
             f"unknown rounding `{rounding}`; it is {one_of(get_args(Rounding))}",
             hint=did_you_mean(str(rounding), get_args(Rounding), otherwise="`nearest-even` is what hardware does"),
         )
     if random and rounding != "stochastic":
-        raise RoundingError(
+        raise RandomBitsError(
             f"random bits were given, but `{rounding}` uses none",
             hint="drop `bits`, or ask for rounding=`stochastic`",
         )
@@ -296,7 +303,7 @@ def _random_words(values: Floats, rounding: Rounding, bits: Words | None) -> Wor
         return _NONE
     if bits is None or bits.dtype != np.uint32 or bits.shape != values.shape:
         given = "none" if bits is None else f"{bits.dtype} of shape {bits.shape}"
-        raise RoundingError(
+        raise RandomBitsError(
             f"stochastic rounding needs `bits`, uint32 of shape {values.shape}; given: {given}",
             hint="philox.random_bits(x.shape, seed=..., step=..., tensor=...) makes them",
         )
@@ -306,7 +313,7 @@ def _random_words(values: Floats, rounding: Rounding, bits: Words | None) -> Wor
 def _refuse_nan(values: Floats, format: Format) -> None:
     nan = np.isnan(values)
     if not format.has_nan and nan.any():
-        raise RoundingError(
+        raise CastOverflowError(
             f"{_first(nan, values)} NaN, which {format} does not have",
             hint="find where it came from; no number can replace it",
         )

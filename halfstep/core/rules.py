@@ -17,7 +17,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from halfstep.core.errors import PolicyError, did_you_mean, one_of
+from halfstep.core.errors import (
+    PolicyConflictError,
+    PolicyError,
+    PolicySyntaxError,
+    UnknownRoleError,
+    UnmatchedRuleError,
+    did_you_mean,
+    one_of,
+)
 from halfstep.core.roles import ROLES, Operand, Value, check_offered, is_narrow, parse_value, print_value
 
 _SEGMENT = re.compile(r"[\w*\-/\[\]]+")
@@ -34,7 +42,7 @@ class Rule:
         check_glob(self.glob)
         given = with_grad(dict(self.changes))
         if not given:
-            raise PolicyError(f"rule `{self.glob}` changes nothing", hint="such as `lm_head: compute=fp32`")
+            raise UnmatchedRuleError(f"rule `{self.glob}` changes nothing", hint="such as `lm_head: compute=fp32`")
         for role, value in given.items():
             check_offered(role, value)
         object.__setattr__(self, "changes", tuple((role, given[role]) for role in ROLES if role in given))
@@ -45,7 +53,7 @@ class Rule:
         try:
             return cls(glob, tuple(parse_items(text, in_rule=True).items()))
         except PolicyError as error:
-            raise PolicyError(f"in rule `{glob}`: {error.message}", hint=error.hint) from None
+            raise error.within(f"in rule `{glob}`") from None
 
     def __str__(self) -> str:
         return f"{self.glob}: {self.changes_text}"
@@ -81,6 +89,11 @@ class Resolved:
         return Resolved(values, {**self.sources, **dict.fromkeys(narrow)})
 
 
+def owner(parameter: str) -> str:
+    """Returns the name that rules match for a parameter: its module's, or its own if the model itself holds it."""
+    return parameter.rpartition(".")[0] or parameter
+
+
 def with_grad(items: Mapping[str, Value | None]) -> dict[str, Value]:
     """Returns the items, with `grad` in the format of `compute` if that is wide and `grad` is not given."""
     given = {role: value for role, value in items.items() if value is not None}
@@ -94,7 +107,7 @@ def check_glob(glob: str) -> None:
     """Refuses what cannot be a glob on qualified names."""
     for segment in glob.split("."):
         if not _SEGMENT.fullmatch(segment) or ("**" in segment and segment != "**"):
-            raise PolicyError(
+            raise PolicySyntaxError(
                 f"`{glob}` is not a glob on module names: segment `{segment}` is not letters, digits, `_`, `-` "
                 "and `*`, nor `**` alone",
                 hint="such as `blocks.*.mlp.*`, `**.attn.*` or `lm_head`",
@@ -109,10 +122,10 @@ def parse_items(text: str, *, in_rule: bool) -> dict[str, Value]:
         role = role.strip()
         if not equals:
             hint = f"such as `{role}=bf16`" if role in ROLES else did_you_mean(role, ROLES)
-            raise PolicyError(f"`{item}` is not of the form role=value", hint=hint)
+            raise PolicySyntaxError(f"`{item}` is not of the form role=value", hint=hint)
         check_role(role, in_rule=in_rule)
         if role in items:
-            raise PolicyError(f"role `{role}` is given twice", hint="keep one of the two")
+            raise PolicyConflictError(f"role `{role}` is given twice", hint="keep one of the two")
         items[role] = parse_value(role, value)
     return items
 
@@ -122,9 +135,9 @@ def check_role(role: str, *, in_rule: bool) -> None:
     legal = [name for name, spec in ROLES.items() if spec.in_rules or not in_rule]
     if role not in ROLES:
         hint = did_you_mean(role, legal, otherwise="leave it out; `halfstep policy fp32` says what each role is")
-        raise PolicyError(f"unknown role `{role}`; roles are {', '.join(legal)}", hint=hint)
+        raise UnknownRoleError(f"unknown role `{role}`; roles are {', '.join(legal)}", hint=hint)
     if role not in legal:
-        raise PolicyError(
+        raise UnknownRoleError(
             f"role `{role}` applies to the whole run and cannot differ by module; a rule may change "
             f"{', '.join(legal)}",
             hint=f"set `{role}` outside the rules",
@@ -143,7 +156,7 @@ def resolve(base: Mapping[str, Value], rules: Sequence[Rule], names: Sequence[st
     """Returns what holds for each name. Every rule must match at least one; ties must agree."""
     for rule in rules:
         if not any(rule.matches(name) for name in names):
-            raise PolicyError(
+            raise UnmatchedRuleError(
                 f"rule `{rule}` matches none of the {len(names)} names of this model",
                 hint=_near_names(rule.glob, names),
             )
@@ -152,22 +165,25 @@ def resolve(base: Mapping[str, Value], rules: Sequence[Rule], names: Sequence[st
 
 def _resolve_one(base: Mapping[str, Value], matching: Sequence[Rule], name: str) -> Resolved:
     values, sources = dict(base), dict.fromkeys(base)
-    winners: dict[str, Rule] = {}
+    rivals_of: dict[str, list[tuple[Rule, Value]]] = {}
+    for rule in matching:
+        for role, value in rule.changes:
+            rivals_of.setdefault(role, []).append((rule, value))
     # Every most specific rule is compared with every other one, so a tie cannot hide behind the order.
     for role in ROLES:
-        rivals = [(rule, value) for rule in matching for key, value in rule.changes if key == role]
-        if not rivals:
+        rivals = rivals_of.get(role)
+        if rivals is None:
             continue
         most = max(rule.literals for rule, _ in rivals)
         best = [(rule, value) for rule, value in rivals if rule.literals == most]
         if any(value != best[0][1] for _, value in best):
             tied = " and ".join(f"`{rule.glob}: {role}={print_value(value)}`" for rule, value in best)
-            raise PolicyError(
+            raise PolicyConflictError(
                 f"rules {tied} disagree about `{name}`, and neither is more specific",
                 hint=f"add a rule with more literal segments, such as `{name}: {role}={print_value(best[0][1])}`",
             )
-        winners[role], values[role] = best[0]
-        sources[role] = winners[role].glob
+        winner, values[role] = best[0]
+        sources[role] = winner.glob
     return Resolved(values, sources)
 
 

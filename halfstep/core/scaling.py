@@ -32,7 +32,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple, final
 
-from halfstep.core.errors import ScalingError
+from halfstep.core.errors import ScaleFloorError, ScaleStateError, ScaleValueError, ScalingError
 
 # Array scalars of the framework in use, and its module of functions.
 Scalar = Any
@@ -100,7 +100,7 @@ class StaticScale(Scale):
 
     def __post_init__(self) -> None:
         if not SMALLEST <= self.value <= LARGEST:
-            raise ScalingError(
+            raise ScaleValueError(
                 f"scale value is {self.value:g}; it must be from 2^-126 to 2^126", hint="65536 is usual"
             )
 
@@ -108,7 +108,7 @@ class StaticScale(Scale):
         return ScaleState(self.value, 0, 0, False)
 
 
-def way_out(where: str, rule: str = "a rule with `compute=fp32`") -> str:
+def overflow_hint(where: str, rule: str = "a rule with `compute=fp32`") -> str:
     """Says what helps if gradients are not finite at the scale's floor, by the pass where it begins, if known."""
     return {
         "": f"use bf16, which needs no scale, or {rule} keeps the layers that overflow in range",
@@ -119,10 +119,10 @@ def way_out(where: str, rule: str = "a rule with `compute=fp32`") -> str:
 
 def stuck_error(scale: float, cause: str = "") -> ScalingError:
     """Returns the error of a run that no scale can save; `cause` names the pass, then the tensor, if known."""
-    return ScalingError(
+    return ScaleFloorError(
         f"gradients are not finite although the loss scale is at its floor, {scale:g}"
         + (f"; {cause}" if cause else ""),
-        hint=way_out(cause.partition(":")[0]),
+        hint=overflow_hint(cause.partition(":")[0]),
     )
 
 
@@ -143,23 +143,23 @@ class DynamicScale(Scale):
     def __post_init__(self) -> None:
         _check_powers_of_two(self, "init_scale", "growth", "backoff", "floor", "ceiling")
         if not self.growth > 1:
-            raise ScalingError(f"scale growth is {self.growth:g}; it must be above 1", hint="2 is usual")
+            raise ScaleValueError(f"scale growth is {self.growth:g}; it must be above 1", hint="2 is usual")
         if not self.backoff < 1:
-            raise ScalingError(f"scale backoff is {self.backoff:g}; it must be below 1", hint="0.5 is usual")
+            raise ScaleValueError(f"scale backoff is {self.backoff:g}; it must be below 1", hint="0.5 is usual")
         if not self.floor <= self.init_scale <= self.ceiling:
-            raise ScalingError(
+            raise ScaleValueError(
                 f"the scale starts at {self.init_scale:g}, outside its floor {self.floor:g} and ceiling "
                 f"{self.ceiling:g}",
                 hint="choose floor <= init <= ceiling",
             )
         if self.ceiling * self.growth > LARGEST or self.floor * self.backoff < SMALLEST:
-            raise ScalingError(
+            raise ScaleValueError(
                 f"floor {self.floor:g} and ceiling {self.ceiling:g} leave fp32's normal range in one step",
                 hint="keep floor * backoff above 2^-126 and ceiling * growth below 2^126",
             )
         for name in ("interval", "hysteresis"):
             if not 1 <= getattr(self, name) < 2**31:
-                raise ScalingError(f"scale {name} is {getattr(self, name)}; it must be from 1 to 2^31 - 1")
+                raise ScaleValueError(f"scale {name} is {getattr(self, name)}; it must be from 1 to 2^31 - 1")
 
     def init(self) -> ScaleState:
         return ScaleState(self.init_scale, 0, self.hysteresis, False)
@@ -199,7 +199,7 @@ def saved_scale(law: Scale, given: Mapping[str, Any]) -> ScaleState | None:
     state = ScaleState(*(given[f"scale.{field}"] for field in ScaleState._fields))
     numbers = ScaleState(float(state.scale), int(state.good_steps), int(state.tolerance), bool(state.stuck))
     if not law.owns(numbers):
-        raise ScalingError(
+        raise ScaleStateError(
             f"the state has a loss scale of {numbers.scale:g}, which `scale={law.word}` does not have: "
             "it was saved under another policy",
             hint="leave its `scale.*` entries out: then the scale starts as this policy's, and all else is loaded",
@@ -246,10 +246,10 @@ def _check_powers_of_two(law: Any, *names: str) -> None:
     for name in names:
         value = getattr(law, name)
         if not is_power_of_two(value):
-            raise ScalingError(
+            raise ScaleValueError(
                 f"scale {name.removesuffix('_scale')} is {value:g}, which is not a power of two: "
                 "scaling and unscaling would round every gradient",
                 hint=f"use a power of two, such as {nearest_power(value)}",
             )
         if not SMALLEST <= value <= LARGEST:
-            raise ScalingError(f"scale {name.removesuffix('_scale')} is {value:g}, beyond 2^-126 to 2^126")
+            raise ScaleValueError(f"scale {name.removesuffix('_scale')} is {value:g}, beyond 2^-126 to 2^126")

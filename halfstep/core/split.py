@@ -1,6 +1,6 @@
 """fp32 masters held as bf16 and a 16-bit remainder: the reference.
 
-A weight that is used in bf16 and updated in fp32 needs 4 bytes, not 6: the matmul uses the bf16 half as it is, and
+A weight that is used in bf16 and updated in fp32 needs 4 bytes, not 6: the matmul uses the bf16 half directly, and
 the other half holds what rounding removed. With bits(x) the fp32 pattern read as an integer,
 
     bits(x) = (hi << 16) + lo        hi: a bf16 code, 16 bits        lo: signed, -32768 <= lo <= 32767
@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from halfstep.core.errors import RoundingError
+from halfstep.core.errors import CastInputError
 
 
 def split(x: NDArray[np.float32]) -> tuple[NDArray[np.uint16], NDArray[np.int16]]:
@@ -55,7 +55,7 @@ def join(hi: NDArray[np.uint16], lo: NDArray[np.int16]) -> NDArray[np.float32]:
     hi = _expect(hi, np.uint16, "hi", "hi holds bf16 codes; view a bf16 array as uint16")
     lo = _expect(lo, np.int16, "lo", "lo is the signed remainder; view it as int16")
     if hi.shape != lo.shape:
-        raise RoundingError(
+        raise CastInputError(
             f"hi has shape {hi.shape} and lo {lo.shape}; they are two halves of one tensor",
             hint="pass both results of the same split",
         )
@@ -67,5 +67,5 @@ def join(hi: NDArray[np.uint16], lo: NDArray[np.int16]) -> NDArray[np.float32]:
 def _expect(array: NDArray[Any], dtype: type[np.generic], name: str, hint: str) -> NDArray[Any]:
     array = np.asarray(array)
     if array.dtype != dtype:
-        raise RoundingError(f"`{name}` is {array.dtype}, not {np.dtype(dtype)}", hint=hint)
+        raise CastInputError(f"`{name}` is {array.dtype}, not {np.dtype(dtype)}", hint=hint)
     return array

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.core import split
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import PolicyChangeError, StateError
 from halfstep.core.formats import BF16, FP16, FP32, Format
 from halfstep.core.rounding import cast
 
@@ -72,7 +72,7 @@ _WORDS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float1
 def find_dtype(name: str, known: Mapping[str, T]) -> T:
     """Returns the dtype that a checkpoint names."""
     if name not in known:
-        raise HalfstepError(f"a stored tensor has dtype {name}; known are {', '.join(known)}")
+        raise StateError(f"a stored tensor has dtype {name}; known are {', '.join(known)}")
     return known[name]
 
 
@@ -90,13 +90,13 @@ def check_same(
     if left != right:
         odd = sorted(left ^ right)
         where = "the checkpoint lacks" if odd[0] in left else "the run has no"
-        raise HalfstepError(
+        raise StateError(
             f"the checkpoint is from another run: {where} `{odd[0]}` ({len(odd)} names differ)",
             hint="resume with the model and optimizer it was saved with",
         )
     for name in sorted(left):
         if not name.startswith("rng.") and tuple(given[name]) != tuple(ours[name]):
-            raise HalfstepError(
+            raise StateError(
                 f"`{name}` is {_describe(given[name])} in the checkpoint and {_describe(ours[name])} in the run",
                 hint="resume with the model and policy it was saved with",
             )
@@ -146,10 +146,10 @@ def convert(
             if lost:
                 lossy[name] = f"`{name}` would be held in {fmt}: {lost:,} of its {wide.size:,} numbers do not fit"
             else:
-                converted[name] = _stored(wide, want.dtype)
+                converted[name] = _store(wide, want.dtype)
     if lossy:
         more = f", nor do those of {len(lossy) - 1} other tensors" if len(lossy) > 1 else ""
-        raise HalfstepError(
+        raise PolicyChangeError(
             f"this policy would round what the run has learned: {next(iter(lossy.values()))}{more}",
             hint="choose a policy that holds masters and moments as wide as before (`param`, `moments`), such as "
             "bf16-mixed or fp16-mixed; a new run may round them, with --init and this policy",
@@ -157,7 +157,7 @@ def convert(
     return converted
 
 
-def _stored(wide: NDArray[np.float32], dtype: str) -> Stored:
+def _store(wide: NDArray[np.float32], dtype: str) -> Stored:
     """Returns fp32 numbers in a format that holds them exactly."""
     numbers: NDArray[Any] = wide.view(np.uint32) >> 16 if dtype == "BF16" else wide
     return Stored(dtype, wide.shape, numbers.astype(_FLOATS[dtype]).tobytes())

@@ -31,34 +31,29 @@ import accelerate
 import torch
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import (
-    OPTIMIZER_NAME,
-    SCALER_NAME,
-    AutocastKwargs,
-    DDPCommunicationHookType,
-    GradScalerKwargs,
-)
+from accelerate.utils import OPTIMIZER_NAME, SCALER_NAME
 from torch import Tensor, nn
 
-from halfstep.core.errors import HalfstepError
-from halfstep.core.measure import TOKENS
+from halfstep.core.arrays.measure import TOKENS
+from halfstep.core.errors import (
+    ArgumentError,
+    GradientsError,
+    OptimizerParametersError,
+    ParallelError,
+    RunStateError,
+    UnsupportedModelError,
+    UnsupportedOptimizerError,
+)
 from halfstep.core.policy import Policy
-from halfstep.core.scaling import DynamicScale, NoScale
+from halfstep.core.scaling import NoScale
 from halfstep.integrations import state
-from halfstep.torch.run.switches import fp32_is_fp32
-from halfstep.torch.step import Run, StepResult, prepare
+from halfstep.integrations.refusals import preserve_fp32_matmuls, refuse_precision, refuse_sharding, sharding_error
+from halfstep.torch.numerics.record import record_of
+from halfstep.torch.run import Run, prepare
+from halfstep.torch.update.step import StepResult
 
 logger = get_logger(__name__)
 _RUN = "halfstep_run"  # where a prepared model keeps its run
-# What would decide about precision or gradients beside the policy: the argument, and the launcher's variable.
-_SHARDING = {
-    "deepspeed_plugin": ("DeepSpeed", "ACCELERATE_USE_DEEPSPEED"),
-    "deepspeed_plugins": ("DeepSpeed", ""),
-    "fsdp_plugin": ("FSDP", "ACCELERATE_USE_FSDP"),
-    "megatron_lm_plugin": ("Megatron-LM", "ACCELERATE_USE_MEGATRON_LM"),
-    "parallelism_config": ("ParallelismConfig", "ACCELERATE_USE_PARALLELISM_CONFIG"),
-    "torch_tp_plugin": ("tensor parallelism", ""),
-}
 _IN_BACKWARD = ("Lomo", "AdaLomo", "LayerWiseDummyOptimizer")  # they step inside of the backward pass
 
 
@@ -78,7 +73,7 @@ class Accelerator(accelerate.Accelerator):
         refuse_precision(given.pop("mixed_precision", None), os.environ.get("ACCELERATE_MIXED_PRECISION"))
         refuse_sharding(given)
         given.pop("self")
-        with fp32_matmuls_kept():
+        with preserve_fp32_matmuls():
             super().__init__(mixed_precision="no", **given)
         self._start(policy, seed, ema, tokens)
 
@@ -94,7 +89,7 @@ class Accelerator(accelerate.Accelerator):
     def _start(self, policy: Policy | str, seed: int, ema: float, tokens: int) -> None:
         kind = self.distributed_type.value
         if kind != "NO" and not kind.startswith("MULTI_"):
-            raise _no_sharding(kind)
+            raise sharding_error(kind)
         self.policy = policy
         self._options: dict[str, Any] = {"seed": seed, "ema": ema, "tokens": tokens}
         self.result: StepResult | None = None
@@ -131,7 +126,7 @@ class Accelerator(accelerate.Accelerator):
             run = prepare(model, self.policy, **self._options)
             if self.num_processes > 1 and run.averages_all():
                 run.unprepare()
-                raise HalfstepError(
+                raise ParallelError(
                     "DDP averages the gradients of whole fp32 masters, and the policy leaves it none",
                     hint="hold masters whole, with `param=fp32`, and sum in fp32, with `accumulate=fp32`",
                 )
@@ -169,7 +164,7 @@ class Accelerator(accelerate.Accelerator):
         runs = {id(run): run for run in (self._run_for(each) for each in wrapped)}
         others = [run for run in self._runs if run.optimizers and id(run) not in runs]
         if len(runs) > 1 or others:
-            raise HalfstepError(
+            raise UnsupportedModelError(
                 "two models would be trained by one Accelerator, and a loss does not say whose scale it takes",
                 hint="train one nn.ModuleDict of both, or make an Accelerator for each",
             )
@@ -193,7 +188,7 @@ class Accelerator(accelerate.Accelerator):
         if wrapped.run is not None and run_of(wrapped.run.model) is wrapped.run:
             self.take_up(wrapped.run.model)
             return wrapped.run
-        raise HalfstepError(
+        raise OptimizerParametersError(
             f"{type(wrapped.optimizer).__name__} holds parameters of no model that was prepared, so the policy "
             "would not reach them",
             hint="accelerator.prepare(model, optimizer); a model that was prepared elsewhere, or is wrapped in "
@@ -208,13 +203,13 @@ class Accelerator(accelerate.Accelerator):
         training = [run for run in self._runs if run.optimizers] or self._runs
         if len(training) != 1:
             what = "no model was prepared yet" if not training else "several models were prepared, none is trained"
-            raise HalfstepError(what, hint="call accelerator.prepare(model, optimizer) first")
+            raise RunStateError(what, hint="call accelerator.prepare(model, optimizer) first")
         return training[0]
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Adds the gradient of a micro-batch's loss, divided by `gradient_accumulation_steps`."""
         if options:
-            raise HalfstepError(
+            raise ArgumentError(
                 f"backward({next(iter(options))}=...) is not what a policy can do: the backward pass is the run's",
                 hint="call accelerator.backward(loss) alone; optimizers that step inside of it are not supported",
             )
@@ -230,12 +225,12 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Returns the norm of the gradients, and clips them to `max_norm`: all of them in the update itself."""
         if not self.sync_gradients:
-            raise HalfstepError(
+            raise GradientsError(
                 "gradients were to be clipped before all micro-batches of the update are in",
                 hint="if accelerator.sync_gradients: accelerator.clip_grad_norm_(...)",
             )
         if not max_norm > 0.0:
-            raise HalfstepError(f"max_norm={max_norm!r} would clip every gradient to zero", hint="such as 1.0")
+            raise ArgumentError(f"max_norm={max_norm!r} would clip every gradient to zero", hint="such as 1.0")
         run = self.run
         given = {parameters} if isinstance(parameters, Tensor) else {*parameters}
         if norm_type != 2 or not given.issuperset(run.parameters):
@@ -248,7 +243,7 @@ class Accelerator(accelerate.Accelerator):
         """Makes the update once every optimizer of the model was stepped."""
         run = self.run
         if optimizer.run is not run:
-            raise HalfstepError(
+            raise RunStateError(
                 "the optimizer's model is not being trained: its run has ended", hint="prepare both again"
             )
         if any(optimizer is each for each in self._waiting):
@@ -275,7 +270,7 @@ class Accelerator(accelerate.Accelerator):
 
     def _check_all_stepped(self) -> None:
         if self._waiting:
-            raise HalfstepError(
+            raise GradientsError(
                 f"{len(self._waiting)} of the model's {len(self.run.optimizers)} optimizers were stepped: the "
                 "update is one, with one decision whether gradients are finite",
                 hint="step all of them, one after the other, before the scheduler and the next backward",
@@ -336,20 +331,20 @@ class Accelerator(accelerate.Accelerator):
         finally:
             self._optimizers = held
 
-    def _trained(self) -> Run | None:
+    def _trained_run(self) -> Run | None:
         return next((run for run in self._runs if run.optimizers), None)
 
     def _save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
         everywhere = self.project_configuration.save_on_each_node
         saves = self.is_local_main_process if everywhere else self.is_main_process
-        if saves and (run := self._trained()) is not None:
+        if saves and (run := self._trained_run()) is not None:
             state.save(run, Path(folder) / state.NAME)
 
     def _load(self, models: list[nn.Module], folder: str) -> None:
-        if (run := self._trained()) is None:
+        if (run := self._trained_run()) is None:
             return
         files = [Path(folder) / f"{OPTIMIZER_NAME}{f'_{i}' if i else ''}.bin" for i in range(len(run.optimizers))]
-        if took_over := take_over(run, Path(folder), files, SCALER_NAME):
+        if took_over := state.take_over(run, Path(folder), files, SCALER_NAME):
             logger.warning(took_over)
             if run.averages is not None:
                 self._weights.callback(run.averages.restart)
@@ -374,7 +369,7 @@ class PolicyOptimizer(AcceleratedOptimizer):
 
     def __init__(self, accelerator: Accelerator, optimizer: torch.optim.Optimizer, device_placement: bool):
         if any(base.__name__ in _IN_BACKWARD for base in type(optimizer).__mro__):
-            raise HalfstepError(
+            raise UnsupportedOptimizerError(
                 f"{type(optimizer).__name__} steps inside of the backward pass, where gradients are neither "
                 "summed nor known to be finite",
                 hint="choose an optimizer that steps after it, such as torch.optim.AdamW",
@@ -386,7 +381,7 @@ class PolicyOptimizer(AcceleratedOptimizer):
     def step(self, closure: Any = None) -> None:
         """Makes the update if this is the last micro-batch."""
         if closure is not None:
-            raise HalfstepError("step(closure) computes gradients that the policy does not see", hint="step()")
+            raise ArgumentError("step(closure) computes gradients that the policy does not see", hint="step()")
         if self.gradient_state.sync_gradients:
             self._accelerator.step_for(self)
 
@@ -460,70 +455,4 @@ class _Skips:
 def run_of(model: nn.Module) -> Run | None:
     """Returns the run of a model that an Accelerator of ours has prepared, if it still is."""
     held = model.__dict__.get(_RUN)
-    return held.run if held is not None and "halfstep_prepared" in model.__dict__ else None
-
-
-def take_over(run: Run, folder: Path, optimizers: Sequence[Path], scaler: str) -> str:
-    """Takes over what a framework saved without a policy, and describes it; empty if that is not what it saved."""
-    if (folder / state.NAME).exists() or not all(path.exists() for path in optimizers):
-        return ""
-    dynamic = isinstance(run.policy.scale, DynamicScale) and (folder / scaler).exists()
-    states = [torch.load(path, map_location="cpu", weights_only=True) for path in optimizers]
-    taken = run.load_torch_amp(states, torch.load(folder / scaler, weights_only=True) if dynamic else None)
-    start = "" if run.averages is None else "; its averages begin here"
-    taken = taken.replace("\n", ", ")
-    return f"`{folder}` was saved without a policy, and `{run.policy}` continues it: {taken}{start}"
-
-
-def refuse_precision(given: Any, launched: str | None) -> None:
-    """Refuses a second opinion on precision beside the policy: an argument, or the launcher's variable."""
-    if given is not None and str(given) != "no":
-        raise HalfstepError(
-            f'mixed_precision="{given}" beside policy=: both would cast',
-            hint="drop mixed_precision: the policy says it",
-        )
-    if launched not in (None, "", "no"):
-        raise HalfstepError(
-            f"Accelerate was launched with mixed_precision {launched} (ACCELERATE_MIXED_PRECISION) beside policy=",
-            hint="launch with --mixed_precision no, or set it to no in `accelerate config`",
-        )
-
-
-def refuse_sharding(given: dict[str, Any]) -> None:
-    """Refuses arguments of an Accelerator that take parameters, gradients or precision away from a policy."""
-    for name, (what, variable) in _SHARDING.items():
-        if given.get(name) is not None:
-            raise _no_sharding(f"{name} ({what})")
-        if variable and os.environ.get(variable, "false").lower() == "true":
-            raise _no_sharding(f"{what}, which the launcher has set ({variable}),")
-    for handler in given.get("kwargs_handlers") or ():
-        hook = getattr(handler, "comm_hook", DDPCommunicationHookType.NO)
-        if hook != DDPCommunicationHookType.NO:
-            raise HalfstepError(
-                f"comm_hook={hook.value}: processes would exchange gradients by it, and not as the policy says",
-                hint="omit it: gradients are summed in the format of the role `reduce`, fp32",
-            )
-        recipe = type(handler).__name__.endswith("RecipeKwargs")
-        if recipe or isinstance(handler, AutocastKwargs | GradScalerKwargs):
-            raise HalfstepError(
-                f"{type(handler).__name__} would do nothing beside policy=: there is no autocast and no scaler",
-                hint="omit it; the policy names formats and the loss scale, such as `fp16-mixed,scale=...`",
-            )
-
-
-def _no_sharding(what: str) -> HalfstepError:
-    return HalfstepError(
-        f"{what} beside policy= is not implemented: it keeps parameters and gradients in its own form",
-        hint="train on one device or with DDP, or leave precision to it and drop policy=",
-    )
-
-
-@contextmanager
-def fp32_matmuls_kept() -> Iterator[None]:
-    """Keeps torch's setting for fp32 matmuls: Accelerate allows TF32 if a model is compiled in fp32."""
-    kept = fp32_is_fp32()
-    try:
-        yield
-    finally:
-        if kept and not fp32_is_fp32():
-            torch.set_float32_matmul_precision("highest")
+    return held.run if held is not None and record_of(model).prepared else None

@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +25,17 @@ import torch
 from torch import Tensor
 
 from halfstep.config.reading import fits_in_memory, parse_json, read_bytes
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import StateError
+from halfstep.core.scaling import DynamicScale
 from halfstep.core.state_format import Stored
+from halfstep.torch.run import Run
 from halfstep.torch.state import DTYPE_NAMES, restored, stored
-from halfstep.torch.step import Run
 from halfstep.training.checkpoints.tensors import write_tensors
 from halfstep.training.files import PARTIAL, flush, os_errors
 
 NAME = "halfstep.safetensors"
 FORMAT = 1
 _KEYS = {"format", "policy", "optimizers", "groups", "numbers", "frozen"}
-
-
-class StateError(HalfstepError):
-    """A run's state that cannot be written or read."""
 
 
 def save(run: Run, path: str | Path) -> None:
@@ -55,7 +52,7 @@ def save(run: Run, path: str | Path) -> None:
     table["frozen"] = {name: _sum_of_bytes(weight) for name, weight in frozen.items()}
     table["groups"] = [
         [
-            {key: _coded(value, f"group.{i}.{j}.{key}", tensors) for key, value in group.items()}
+            {key: _encode(value, f"group.{i}.{j}.{key}", tensors) for key, value in group.items()}
             for j, group in enumerate(groups)
         ]
         for i, groups in enumerate(state["groups"])
@@ -67,7 +64,7 @@ def save(run: Run, path: str | Path) -> None:
             f"`{path}` cannot hold a setting or state of an optimizer: {error}",
             hint="numbers, strings, lists and tensors can be saved; keep anything else out of its groups",
         ) from None
-    arrays = {name: _stored(name, tensor) for name, tensor in tensors.items()}
+    arrays = {name: _to_stored(name, tensor) for name, tensor in tensors.items()}
     metadata = {"halfstep": text, "digest": _digest(text, arrays)}
     partial = path.with_name(path.name + PARTIAL)
     try:
@@ -99,14 +96,14 @@ def load(run: Run, path: str | Path, *, frozen_later: bool = False) -> None:
     tensors |= frozen
     groups = [
         [
-            {key: _decoded(value, f"group.{i}.{j}.{key}", tensors) for key, value in group.items()}
+            {key: _decode(value, f"group.{i}.{j}.{key}", tensors) for key, value in group.items()}
             for j, group in enumerate(groups)
         ]
         for i, groups in enumerate(table["groups"])
     ]
     for name in [name for name in tensors if name.startswith("group.")]:
         del tensors[name]
-    run.load_state_dict({**table, "groups": _on_devices(run, groups), "tensors": tensors})
+    run.load_state_dict({**table, "groups": _move_to_devices(run, groups), "tensors": tensors})
 
 
 def frozen_weights(run: Run) -> dict[str, Tensor]:
@@ -140,7 +137,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         (length,) = struct.unpack_from("<Q", content)
         metadata = parse_json(content[8 : 8 + length]).get("__metadata__", {})
     except (SafetensorError, ValueError, struct.error) as error:
-        raise _damaged(path, f"it does not read as safetensors ({error})") from None
+        raise _damage_error(path, f"it does not read as safetensors ({error})") from None
     if "halfstep" not in metadata:
         raise StateError(
             f"`{path}` is not a state of a run: its metadata has no `halfstep`",
@@ -148,7 +145,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         )
     arrays = {name: Stored(entry["dtype"], tuple(entry["shape"]), entry["data"]) for name, entry in entries}
     if _digest(metadata["halfstep"], arrays) != metadata.get("digest"):
-        raise _damaged(path, "its digest is not the one that was written")
+        raise _damage_error(path, "its digest is not the one that was written")
     table = parse_json(metadata["halfstep"])
     if table["format"] != FORMAT or table.keys() != _KEYS:
         raise StateError(
@@ -158,7 +155,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return table, {name: restored(record) for name, record in arrays.items()}
 
 
-def _coded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """Returns a setting as JSON holds it; a tensor is put among the tensors, under `name`."""
     if isinstance(value, Tensor):
         tensors[name] = value
@@ -166,13 +163,13 @@ def _coded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     return {"tuple": list(value)} if isinstance(value, tuple) else value
 
 
-def _decoded(value: Any, name: str, tensors: Mapping[str, Tensor]) -> Any:
+def _decode(value: Any, name: str, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, dict) and value.keys() == {"tensor"}:
         return tensors[name]
     return tuple(value["tuple"]) if isinstance(value, dict) and value.keys() == {"tuple"} else value
 
 
-def _on_devices(run: Run, groups: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+def _move_to_devices(run: Run, groups: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
     """Moves settings that are tensors, as a learning rate may be, to the device where this run has them."""
     for optimizer, settings in zip(run.optimizers, groups, strict=False):  # other numbers are refused, in words
         for group, given in zip(optimizer.param_groups, settings, strict=False):
@@ -182,7 +179,7 @@ def _on_devices(run: Run, groups: list[list[dict[str, Any]]]) -> list[list[dict[
     return groups
 
 
-def _stored(name: str, tensor: Tensor) -> Stored:
+def _to_stored(name: str, tensor: Tensor) -> Stored:
     if hasattr(type(tensor), "__tensor_flatten__"):
         raise StateError(
             f"`{name}` is of the class {type(tensor).__name__}, whose form a saved state cannot hold",
@@ -206,5 +203,17 @@ def _digest(text: str, arrays: Mapping[str, Stored]) -> str:
     return total.hexdigest()
 
 
-def _damaged(path: Path, reason: str) -> StateError:
+def _damage_error(path: Path, reason: str) -> StateError:
     return StateError(f"`{path}` is damaged: {reason}", hint="restore it, or resume from an earlier checkpoint")
+
+
+def take_over(run: Run, folder: Path, optimizers: Sequence[Path], scaler: str) -> str:
+    """Takes over what a framework saved without a policy, and describes it; empty if that is not what it saved."""
+    if (folder / NAME).exists() or not all(path.exists() for path in optimizers):
+        return ""
+    dynamic = isinstance(run.policy.scale, DynamicScale) and (folder / scaler).exists()
+    states = [torch.load(path, map_location="cpu", weights_only=True) for path in optimizers]
+    taken = run.load_torch_amp(states, torch.load(folder / scaler, weights_only=True) if dynamic else None)
+    start = "" if run.averages is None else "; its averages begin here"
+    taken = taken.replace("\n", ", ")
+    return f"`{folder}` was saved without a policy, and `{run.policy}` continues it: {taken}{start}"

@@ -12,8 +12,8 @@ clipping by `max_grad_norm`, skips, and micro-batches, whose losses Trainer has 
 file is the state: one halfstep.safetensors in each `checkpoint-N`, and weights saved from the fp32 masters.
 
 Collators make an attention mask though nothing is padded, and compiled code cannot read that it is all ones, so
-attention would keep a mask (torch/convert/causal.py). Trainer moves batches itself here, not its data loader: the
-mask is read before it is moved, and one of ones does not reach the compiled model.
+attention would keep a mask (torch/convert/hugging_face.py). Trainer moves batches itself here, not its data
+loader: the mask is read before it is moved, and one of ones does not reach the compiled model.
 
 Logging, callbacks, schedulers, evaluation, `generate`, `save_pretrained` and `torch_compile=True` are Trainer's.
 """
@@ -31,19 +31,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME
 from transformers.utils import logging
 
-from halfstep.core.errors import HalfstepError
-from halfstep.core.measure import TOKENS
+from halfstep.core.arrays.measure import TOKENS
+from halfstep.core.errors import AutocastError, ParallelError
 from halfstep.core.policy import Policy
 from halfstep.integrations import state
-from halfstep.integrations.accelerate import (
-    Accelerator,
-    fp32_matmuls_kept,
-    refuse_precision,
-    refuse_sharding,
-    run_of,
-    take_over,
-)
-from halfstep.torch.step import Run
+from halfstep.integrations.accelerate import Accelerator, run_of
+from halfstep.integrations.refusals import preserve_fp32_matmuls, refuse_precision, refuse_sharding
+from halfstep.torch.run import Run
 
 logger = logging.get_logger("transformers.trainer")
 # Settings of TrainingArguments that would cast beside the policy, and what says it instead.
@@ -70,7 +64,7 @@ class _Accelerator(Accelerator):
         """Prepares a model, as Accelerator does."""
         prepared = super().prepare_model(model, *given, **options)
         run = run_of(self.unwrap_model(prepared, keep_torch_compile=False))
-        chosen = () if run is None or run.conversion is None else run.conversion.attention
+        chosen = () if run is None else run.conversion.attention
         if hasattr(prepared, "_orig_mod") and any(not row.why_not for row in chosen):
             prepared.register_forward_pre_hook(self._leave_out, with_kwargs=True)
         return prepared
@@ -107,7 +101,7 @@ class PolicyMixin:
     def create_accelerator_and_postprocess(self) -> None:
         """Makes Trainer's accelerator, and gives it the policy."""
         self._refuse()
-        with fp32_matmuls_kept():
+        with preserve_fp32_matmuls():
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
         options = {"seed": self.args.seed, "ema": self._ema, "tokens": self._tokens}
         _Accelerator.from_stock(self.accelerator, self._policy, **options)
@@ -116,14 +110,14 @@ class PolicyMixin:
     def _refuse(self) -> None:
         for name, instead in _CASTS.items():
             if getattr(self.args, name, False):
-                raise HalfstepError(
+                raise AutocastError(
                     f"TrainingArguments({name}=True) beside policy=: both would cast",
                     hint=f"set {name}=False (TRL's configurations have bf16=True by default): {instead} says it; "
                     "or drop policy= to leave precision to Trainer",
                 )
         for name, what in _SHARDING.items():
             if getattr(self.args, name, None):
-                raise HalfstepError(
+                raise ParallelError(
                     f"TrainingArguments({name}=...) beside policy= is not implemented: {what} keeps parameters "
                     "and gradients in its own form",
                     hint=f"drop {name} and train on one device or with DDP; or drop policy=",
@@ -131,7 +125,7 @@ class PolicyMixin:
         refuse_precision(None, os.environ.get("ACCELERATE_MIXED_PRECISION"))
         refuse_sharding({"parallelism_config": getattr(self.args, "parallelism_config", None)})
         if self.args.n_gpu > 1:
-            raise HalfstepError(
+            raise ParallelError(
                 f"Trainer would copy the model to {self.args.n_gpu} GPUs in every step (DataParallel), and copies "
                 "have no policy",
                 hint="start one process per GPU, `torchrun --nproc-per-node=N script.py`, or show it one GPU with "
@@ -182,7 +176,7 @@ class PolicyMixin:
         if checkpoint is None:
             return
         folder = Path(checkpoint)
-        if took_over := take_over(self.run, folder, [folder / OPTIMIZER_NAME], SCALER_NAME):
+        if took_over := state.take_over(self.run, folder, [folder / OPTIMIZER_NAME], SCALER_NAME):
             logger.warning(took_over)
         else:
             state.load(self.run, folder / state.NAME)

@@ -6,8 +6,8 @@ them. The largest scales the next update; until there is one, an operand is scal
 
 **How an amax leaves a backward pass.** A step is a pure function, and a gradient is all that comes out of its
 backward pass. So a matmul takes the three amaxes that scale it as an input, and the gradient of that input is
-defined to be the three amaxes that it met. JAX sums the gradients of an input that is used twice: a module that
-one pass uses n times reports the sum of its amaxes, at most n times the largest.
+defined to be the amaxes of its three operands. JAX sums the gradients of an input that is used twice: a module
+that one pass uses n times reports the sum of its amaxes, at most n times the largest.
 """
 
 from collections.abc import Mapping
@@ -16,28 +16,31 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from halfstep.core.cast_constants import HISTORY
+from halfstep.core.arrays.cast import HISTORY
 
 OPERANDS = 3
 PREFIX = "amax."  # before a module's name: its amaxes, among the parameters of a function and in a saved state
 
 
-def empty() -> Array:
+def empty_history() -> Array:
     """Returns the history of a module before the first update: (OPERANDS, HISTORY), the newest update first."""
     return jnp.zeros((OPERANDS, HISTORY), jnp.float32)
 
 
-def in_use(histories: Mapping[str, Array]) -> dict[str, Array]:
+def scaling_amaxes(histories: Mapping[str, Array]) -> dict[str, Array]:
     """Returns what scales the operands of each module, as inputs of a loss function; 0 if there is none yet."""
     return {f"{PREFIX}{name}": jnp.max(history, axis=1) for name, history in histories.items()}
 
 
-def moved(histories: Mapping[str, Array], met: Mapping[str, Any], finite: Array) -> dict[str, Array]:
-    """Returns the histories after an update that met these amaxes; as they were if it was not finite."""
-    return {name: jnp.where(finite, _after(old, met[f"{PREFIX}{name}"]), old) for name, old in histories.items()}
+def update_histories(histories: Mapping[str, Array], amaxes: Mapping[str, Any], finite: Array) -> dict[str, Array]:
+    """Returns the histories after an update with these amaxes; unchanged if it was not finite."""
+    return {
+        name: jnp.where(finite, _shift_history(old, amaxes[f"{PREFIX}{name}"]), old)
+        for name, old in histories.items()
+    }
 
 
-def _after(history: Array, met: Array) -> Array:
+def _shift_history(history: Array, amaxes: Array) -> Array:
     # A step may be finite although an operand was not, if nothing that is trained depends on it.
-    newest = jnp.where(jnp.isfinite(met), met, 0.0)
+    newest = jnp.where(jnp.isfinite(amaxes), amaxes, 0.0)
     return jnp.concatenate([newest[:, None], history[:, :-1]], axis=1)

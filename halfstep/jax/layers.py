@@ -19,52 +19,55 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from halfstep.core.cast_constants import GOLDEN, MIXERS
+from halfstep.core.arrays.cast import GOLDEN, MIXERS
 from halfstep.core.formats import BF16, FP16, FP32, Format
 from halfstep.core.precision import Precision
-from halfstep.jax.cast import carried, quantize
-from halfstep.jax.dtypes import as_device, describe, dtype_of
 from halfstep.jax.fp8 import PREFIX
-from halfstep.jax.lowering import Casts, casts_of
-from halfstep.jax.matmul import as_dimensions, casted_dot, in_compute, once, plain_dot, product
+from halfstep.jax.jaxpr import COMPILER_OPTIONS as COMPILER_OPTIONS
+from halfstep.jax.numerics.cast import carried, quantize
+from halfstep.jax.numerics.dtypes import as_device, describe, dtype_of
+from halfstep.jax.numerics.lowering import Casts, casts_of
+from halfstep.jax.numerics.matmul import (
+    as_dimensions,
+    casted_dot,
+    differentiable_once,
+    in_compute,
+    plain_dot,
+    product,
+)
 
 Params = Mapping[str, Array]
 """All parameters of a model, by their qualified names."""
 
-COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
-"""For the jit of a step: XLA then rounds wherever the program says so. By default it drops a conversion to bf16
-that is undone soon after, and on a GPU stores fp32 activations (GPT-2 124M, H200: 64.5 ms per step, 62.8 with
-it)."""
 
-
-def enter(x: Array, casts: Casts) -> Array:
+def to_compute(x: Array, casts: Casts) -> Array:
     """Casts an activation to the compute format of the module it enters."""
-    return rounded(x.astype(casts.compute), casts)
+    return round_result(x.astype(casts.compute), casts)
 
 
-def admit(x: Array, casts: Casts) -> Array:
+def batch_to_compute(x: Array, casts: Casts) -> Array:
     """Casts a leaf of a batch: a mask's finite numbers stay finite, or rows that are masked become NaN."""
     lowest = -casts.precision.compute.max
-    return enter(jnp.where(x < lowest, jnp.where(jnp.isinf(x), x, lowest), x), casts)
+    return to_compute(jnp.where(x < lowest, jnp.where(jnp.isinf(x), x, lowest), x), casts)
 
 
-def rounded(x: Array, casts: Casts) -> Array:
+def round_result(x: Array, casts: Casts) -> Array:
     """Returns the result of an operation in the compute format: unchanged natively, rounded where emulated."""
     if not casts.emulate or casts.plain:
         return x
-    return _rounded(x, casts.precision.compute, casts.precision.grad)
+    return _round(x, casts.precision.compute, casts.precision.grad)
 
 
-def owned(parameter: Array, casts: Casts) -> Array:
-    """Returns a parameter of no matmul, whose gradient is rounded to the format of weight gradients."""
+def with_weight_grad_format(parameter: Array, casts: Casts) -> Array:
+    """Returns a parameter that no matmul takes; its gradient is rounded to the format of weight gradients."""
     if casts.precision.grad_weight == FP32 or parameter.dtype != jnp.float32:
-        return parameter  # a bf16 parameter has a bf16 gradient as it is
-    return _rounded(parameter, FP32, casts.precision.grad_weight)
+        return parameter  # a bf16 parameter has a bf16 gradient anyway
+    return _round(parameter, FP32, casts.precision.grad_weight)
 
 
-def spread(parameter: Array, shape: Sequence[int], casts: Casts) -> Array:
+def broadcast(parameter: Array, shape: Sequence[int], casts: Casts) -> Array:
     """Broadcasts a small parameter to activations; JAX's own rule would sum its gradient in their dtype."""
-    return _broadcast(enter(owned(parameter, casts), casts), tuple(shape))
+    return _broadcast(to_compute(with_weight_grad_format(parameter, casts), casts), tuple(shape))
 
 
 def linear(x: Array, weight: Array, bias: Array | None, casts: Casts, *, amaxes: Array | None = None) -> Array:
@@ -72,7 +75,11 @@ def linear(x: Array, weight: Array, bias: Array | None, casts: Casts, *, amaxes:
     rows = x.reshape(-1, x.shape[-1])
     y = dot_general(rows, weight, (((1,), (1,)), ((), ())), casts, amaxes=amaxes)
     y = y.reshape(*x.shape[:-1], weight.shape[0])
-    return y if bias is None else rounded(y + cast_bias(owned(bias, casts), y.shape, casts), casts)
+    return (
+        y
+        if bias is None
+        else round_result(y + cast_bias(with_weight_grad_format(bias, casts), y.shape, casts), casts)
+    )
 
 
 def dot_general(
@@ -88,7 +95,7 @@ def dot_general(
     dims = as_dimensions(dimension_numbers)
     if casts.plain:
         return plain_dot(weight, x, dims) if weight_first else plain_dot(x, weight, dims)
-    return casted_dot(enter(x, casts), weight, amaxes, dims, casts, weight_first)
+    return casted_dot(to_compute(x, casts), weight, amaxes, dims, casts, weight_first)
 
 
 def rms_norm(x: Array, gain: Array | None, casts: Casts, eps: float = 1e-6) -> Array:
@@ -104,7 +111,7 @@ def layer_norm(x: Array, gain: Array | None, bias: Array | None, casts: Casts, e
 def softmax(x: Array, casts: Casts, axis: int = -1) -> Array:
     """Returns exp(x) / sum(exp(x)): inside in the softmax format, out in compute."""
     fmt = casts.precision.softmax
-    return enter(_inside(jax.nn.softmax(_inside(x, fmt), axis=axis), fmt), casts)
+    return to_compute(_to_island_format(jax.nn.softmax(_to_island_format(x, fmt), axis=axis), fmt), casts)
 
 
 def attention(
@@ -120,7 +127,7 @@ def attention(
     cuDNN's kernel, which never stores the scores, runs on NVIDIA where it supports the shapes; both sum and
     exponentiate in fp32. `implementation` is for code that is traced for another device than JAX's default one.
     """
-    q, k, v = enter(q_BHTK, casts), enter(k_BHTK, casts), enter(v_BHTK, casts)
+    q, k, v = to_compute(q_BHTK, casts), to_compute(k_BHTK, casts), to_compute(v_BHTK, casts)
     if implementation is None:
         implementation = "cudnn" if _has_cudnn_attention(q) else "xla"
     if implementation == "xla" or not casts.fused_softmax:
@@ -143,8 +150,8 @@ def cross_entropy(
     kept = 0 if head is None else head.precision.kept_bits
     if fmt == FP32:
         return _negative_log_likelihood(logits, targets, softcap, kept)
-    total = _negative_log_likelihood(_inside(logits, fmt), targets, softcap, kept)
-    return _inside(total, fmt).astype(casts.loss)
+    total = _negative_log_likelihood(_to_island_format(logits, fmt), targets, softcap, kept)
+    return _to_island_format(total, fmt).astype(casts.loss)
 
 
 def rotate(x_BHTK: Array, cos_TK: Array, sin_TK: Array, casts: Casts) -> Array:
@@ -152,12 +159,12 @@ def rotate(x_BHTK: Array, cos_TK: Array, sin_TK: Array, casts: Casts) -> Array:
     half = x_BHTK.shape[-1] // 2
     x = x_BHTK.astype(jnp.float32)
     turned = jnp.concatenate([-x[..., half:], x[..., :half]], axis=-1)
-    return enter(x * cos_TK + turned * sin_TK, casts)
+    return to_compute(x * cos_TK + turned * sin_TK, casts)
 
 
 def pointwise(f: Callable[[Array], Array], x: Array, casts: Casts) -> Array:
     """Applies a nonlinearity: fp32 inside, compute out; only its input is kept for the backward pass."""
-    return rounded(_pointwise(f, x), casts)
+    return round_result(_pointwise(f, x), casts)
 
 
 SCOPE = "layer:"
@@ -168,7 +175,7 @@ class Layer:
     """A module with its own name and precision; what it computes is in a name scope of that name."""
 
     def __init_subclass__(cls) -> None:
-        cls.__call__ = _scoped(cls.__call__)  # type: ignore[method-assign, operator]
+        cls.__call__ = _with_scope(cls.__call__)  # type: ignore[method-assign, operator]
 
     def __init__(self, name: str, precision: Precision):
         self.name = name
@@ -180,11 +187,11 @@ class Layer:
         return self.casts.precision
 
     def parameter(self, params: Params, field: str) -> Array:
-        """Returns a parameter of the module out of all by name."""
+        """Returns a parameter of this module by its field, `weight` for example."""
         return params[f"{self.name}.{field}"]
 
 
-def _scoped(call: Callable[..., Any]) -> Callable[..., Any]:
+def _with_scope(call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
     def scoped(self: Any, *args: Any) -> Any:
         with jax.named_scope(SCOPE + self.name) if self.name else nullcontext():
@@ -240,29 +247,31 @@ class Norm(Layer):
         return f"Norm({self.name}, {self.kind}, {inside} inside, {out} out)"
 
 
-def _inside(x: Array, fmt: Format) -> Array:
+def _to_island_format(x: Array, fmt: Format) -> Array:
     """Returns an fp32 array that holds numbers of the format an island computes in; so does its gradient."""
     x = x.astype(jnp.float32)
-    return x if fmt == FP32 else _rounded(x, fmt, fmt)
+    return x if fmt == FP32 else _round(x, fmt, fmt)
 
 
 def _norm(x: Array, gain: Array | None, bias: Array | None, casts: Casts, centered: bool, eps: float) -> Array:
     fmt = casts.precision.norm
     rows = x.reshape(-1, x.shape[-1])
     if fmt != FP32:
-        rows = _inside(rows, fmt)
-    gain, bias = (None if p is None else _inside(owned(p, casts), fmt) for p in (gain, bias))
-    y = _normalized(rows, gain, bias, centered, eps).reshape(x.shape)
-    return enter(_inside(y, fmt), casts)
+        rows = _to_island_format(rows, fmt)
+    gain, bias = (
+        None if p is None else _to_island_format(with_weight_grad_format(p, casts), fmt) for p in (gain, bias)
+    )
+    y = _normalize(rows, gain, bias, centered, eps).reshape(x.shape)
+    return to_compute(_to_island_format(y, fmt), casts)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _normalized(x: Array, gain: Array | None, bias: Array | None, centered: bool, eps: float) -> Array:
+def _normalize(x: Array, gain: Array | None, bias: Array | None, centered: bool, eps: float) -> Array:
     """Normalizes rows of any dtype in fp32, and keeps the input unchanged for the backward pass."""
-    return _normalized_forward(x, gain, bias, centered, eps)[0]
+    return _normalize_forward(x, gain, bias, centered, eps)[0]
 
 
-def _normalized_forward(
+def _normalize_forward(
     x: Array, gain: Array | None, bias: Array | None, centered: bool, eps: float
 ) -> tuple[Array, Any]:
     mean, rstd = _statistics(x, centered, eps)
@@ -274,7 +283,7 @@ def _normalized_forward(
     return y, (x, gain, bias, mean, rstd)
 
 
-def _normalized_backward(centered: bool, eps: float, kept: Any, g: Array) -> tuple[Any, Any, Any]:
+def _normalize_backward(centered: bool, eps: float, kept: Any, g: Array) -> tuple[Any, Any, Any]:
     """Returns dx = rstd * (h - mean(h) - y * mean(h y)) with y the normalized row and h = g * gain."""
     x, gain, bias, mean, rstd = kept
     x = lax.optimization_barrier(x)  # as in _pointwise_backward
@@ -290,7 +299,7 @@ def _normalized_backward(centered: bool, eps: float, kept: Any, g: Array) -> tup
     )
 
 
-_normalized.defvjp(_normalized_forward, _normalized_backward)
+_normalize.defvjp(_normalize_forward, _normalize_backward)
 
 
 def _statistics(x: Array, centered: bool, eps: float) -> tuple[Array, Array]:
@@ -300,12 +309,12 @@ def _statistics(x: Array, centered: bool, eps: float) -> tuple[Array, Array]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _rounded(x: Array, value: Format, grad: Format) -> Array:
+def _round(x: Array, value: Format, grad: Format) -> Array:
     """Rounds the value forward and the gradient backward, as storing both in narrow arrays would."""
     return carried(x, value)
 
 
-_rounded.defvjp(lambda x, value, grad: (carried(x, value), None), lambda _, grad, __, g: (carried(g, grad),))
+_round.defvjp(lambda x, value, grad: (carried(x, value), None), lambda _, grad, __, g: (carried(g, grad),))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -328,7 +337,7 @@ def _broadcast(x: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _broadcast_backward(shape: tuple[int, ...], x: Array, g: Array) -> tuple[Array]:
-    # The leading dimensions as one: a sum over rows, which XLA lays out as it is.
+    # The leading dimensions as one: a sum over rows, which XLA computes without a transpose.
     ones = next((axis for axis, size in enumerate(x.shape) if size > 1), x.ndim)
     own, last = x.shape[ones:], shape[len(shape) - x.ndim + ones :]
     rows = jnp.sum(g.astype(jnp.float32).reshape(-1, *last), axis=0)
@@ -373,14 +382,14 @@ def _attention(q: Array, k: Array, v: Array, casts: Casts) -> Array:
     else:
         weights = softmax(scores_BNGTS, casts)
     y = product(weights, v, (((4,), (2,)), ((0, 1), (0, 1))), casts.precision.compute, casts)
-    return rounded(y.reshape(batch, heads, tokens, features), casts)
+    return round_result(y.reshape(batch, heads, tokens, features), casts)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _negative_log_likelihood(logits: Array, targets: Array, softcap: float, bits: int) -> Array:
     """Sums over all targets in fp32, for logits in any dtype, without an fp32 copy of them.
 
-    The gradient is rounded stochastically to so many `bits` of mantissa, if any.
+    The gradient is rounded stochastically to `bits` bits of mantissa, unless that is 0.
     """
     return _likelihood_forward(logits, targets, softcap, bits)[0]
 
@@ -388,37 +397,39 @@ def _negative_log_likelihood(logits: Array, targets: Array, softcap: float, bits
 def _likelihood_forward(
     logits: Array, targets: Array, softcap: float, bits: int
 ) -> tuple[Array, tuple[Array, Array, Array]]:
-    log_sum = jax.nn.logsumexp(_capped(logits, softcap), axis=-1)
-    picked = _capped(jnp.take_along_axis(logits, targets[..., None], axis=-1), softcap)[..., 0]
-    return jnp.sum(log_sum - picked), (logits, targets, log_sum)
+    log_sum = jax.nn.logsumexp(_cap(logits, softcap), axis=-1)
+    pick_numbers = _cap(jnp.take_along_axis(logits, targets[..., None], axis=-1), softcap)[..., 0]
+    return jnp.sum(log_sum - pick_numbers), (logits, targets, log_sum)
 
 
 def _likelihood_backward(
     softcap: float, bits: int, kept: tuple[Array, Array, Array], g: Array
 ) -> tuple[Array, None]:
     logits, targets, log_sum = kept
-    capped = _capped(logits, softcap)
+    capped = _cap(logits, softcap)
     hit = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == targets[..., None]
     grad = (jnp.exp(capped - log_sum[..., None]) - hit.astype(jnp.float32)) * g
     if softcap:
         grad = grad * (1.0 - jnp.square(capped / softcap))
     if bits:
-        words = _drawn(logits, targets)
-        grad = quantize(once(grad), Format(8, bits), overflow="inf", rounding="stochastic", bits=words)
+        words = _draw_words(logits, targets)
+        grad = quantize(
+            differentiable_once(grad), Format(8, bits), overflow="inf", rounding="stochastic", bits=words
+        )
     return grad.astype(logits.dtype), None
 
 
 _negative_log_likelihood.defvjp(_likelihood_forward, _likelihood_backward)
 
 
-def _drawn(logits: Array, targets: Array) -> Array:
+def _draw_words(logits: Array, targets: Array) -> Array:
     """Returns a word for each number: the same as torch.losses.round_stochastically draws."""
     width, wide = logits.shape[-1], logits.astype(jnp.float32)
     golden, first, second = (jnp.uint32(number) for number in (GOLDEN, *MIXERS))
 
     def bits_of(column: Array) -> Array:
-        picked = jnp.take_along_axis(wide, jnp.minimum(column, width - 1)[..., None], axis=-1)[..., 0]
-        return lax.bitcast_convert_type(jnp.where(column < width, picked, 0.0), jnp.uint32)
+        pick_numbers = jnp.take_along_axis(wide, jnp.minimum(column, width - 1)[..., None], axis=-1)[..., 0]
+        return lax.bitcast_convert_type(jnp.where(column < width, pick_numbers, 0.0), jnp.uint32)
 
     h = (bits_of(targets) ^ (bits_of(targets ^ 1) >> 16)) + targets.astype(jnp.uint32) * golden
     h = (h ^ (h >> 16)) * first
@@ -427,6 +438,6 @@ def _drawn(logits: Array, targets: Array) -> Array:
     return ~((h ^ (h >> 16))[..., None] + column * golden)
 
 
-def _capped(logits: Array, softcap: float) -> Array:
+def _cap(logits: Array, softcap: float) -> Array:
     logits = logits.astype(jnp.float32)
     return softcap * jnp.tanh(logits / softcap) if softcap else logits

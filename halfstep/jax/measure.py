@@ -1,10 +1,10 @@
-"""Matmul micro-benchmarks in JAX, inside a time budget (core.measure); the precision of every matmul is stated.
+"""Matmul micro-benchmarks in JAX, within a time budget (core.arrays.measure).
 
 Everything is compiled, which takes a second or more for a block and for whatever XLA tunes on a GPU. So there are
 fewer shapes than elsewhere, all of them are compiled before the clock starts, and a block has one size: the
-largest that is affordable, judging by the matmuls.
+largest that is affordable, judging by the matmuls. The precision of every matmul is stated.
 
-`time_product` times one matmul of a layer, forward and backward, in two precisions (run/fp8_choice.py).
+`time_product` times one matmul of a layer, forward and backward, in two precisions (convert/fp8_choice.py).
 """
 
 import math
@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from statistics import median
 from typing import Any
 
 import jax
@@ -23,20 +22,20 @@ from numpy.typing import NDArray
 
 from halfstep.config.model import ModelConfig, parameter_shapes
 from halfstep.core import host
+from halfstep.core.arrays.ladder import MARGIN, Clock, Run, climb
+from halfstep.core.arrays.measure import BUDGET, FORMATS, MATMUL_SHARE, block_limits, take_turns, time_blocks
+from halfstep.core.cache import CachedTimer
 from halfstep.core.choice import ROUNDS, Shape, Timing
-from halfstep.core.choice.timings import KeptTimer
 from halfstep.core.formats import BF16, E4M3, FP32, TF32, Format, parse
-from halfstep.core.ladder import MARGIN, Clock, Run, climb
-from halfstep.core.measure import BUDGET, FORMATS, MATMUL_SHARE, block_limits, time_blocks
 from halfstep.core.precision import Precision
 from halfstep.core.refusal import check_measurable
 from halfstep.core.roles import is_narrow
-from halfstep.jax.dtypes import as_device, describe, dtype_of, supported
 from halfstep.jax.fp8 import OPERANDS
 from halfstep.jax.layers import COMPILER_OPTIONS, dot_general
-from halfstep.jax.lowering import casts_of
-from halfstep.jax.matmul import Dimensions
 from halfstep.jax.model import Block, rope_tables
+from halfstep.jax.numerics.dtypes import as_device, describe, dtype_of, supported
+from halfstep.jax.numerics.lowering import casts_of
+from halfstep.jax.numerics.matmul import Dimensions
 
 __all__ = ["FORMATS", "describe", "devices", "measure", "measure_block", "supported", "version"]
 
@@ -99,12 +98,11 @@ def measure_block(
     formats = list(dict.fromkeys([FP32, *formats]))
     matmuls = measure(bench.device, formats, budget=budget * MATMUL_SHARE, clock=clock)
     limits = block_limits(matmuls, formats)
-    # core.ladder gives each format a share that its turns must fit into; fp32's matmuls say how long they take.
+    # Each format gets a share of the budget that its turns must fit into; fp32's matmuls say how long they take.
     share = budget * (1 - MATMUL_SHARE) / 2 / len(limits)
     count = affordable(matmuls, model, tokens, share / (ROUNDS * MARGIN * max(limits.values())))
-    compiled = cache(lambda fmt, count: bench.start_block(fmt, model, count))
-    shapes = [(count, model.width, model.size_of_mlp)]
-    return [*matmuls, *time_blocks(compiled, limits, shapes, budget=budget, clock=clock)]
+    compiled = cache(bench.start_block)
+    return [*matmuls, *time_blocks(compiled, limits, model, [count], budget=budget, clock=clock)]
 
 
 def affordable(matmuls: Sequence[Timing], model: ModelConfig, tokens: int, seconds: float) -> int:
@@ -155,18 +153,18 @@ def time_product(
     bench = _Bench(work.device)
     rounds, count = (3, 1) if work.device.platform == "cpu" else (7, 10)
     runs = [bench.start_product(work, precision) for precision in precisions]
-    taken: list[list[float]] = [[] for _ in precisions]
     for run in runs:
         run(1)
-    for _ in range(rounds):
-        for run, seconds in zip(runs, taken, strict=True):
-            begun = clock()
-            run(count)
-            seconds.append((clock() - begun) / count)
-    return [median(seconds) for seconds in taken]
+
+    def seconds_of(run: Run) -> float:
+        begun = clock()
+        run(count)
+        return (clock() - begun) / count
+
+    return take_turns(runs, rounds, seconds_of)
 
 
-time_product_once = KeptTimer(time_product, "jax", version)
+time_product_once = CachedTimer(time_product, "jax", version)
 """The same, unless an earlier run on this machine has timed the product."""
 
 

@@ -28,15 +28,15 @@ from halfstep.jax.layers import (
     Norm,
     Params,
     attention,
+    broadcast,
     cross_entropy,
-    enter,
     linear,
-    owned,
     pointwise,
     rms_norm,
     rotate,
-    rounded,
-    spread,
+    round_result,
+    to_compute,
+    with_weight_grad_format,
 )
 
 _FP32 = Precision()
@@ -80,7 +80,7 @@ class Decoder(Layer):
         config, casts = self.config, self.casts
         x_BTD = self.embed(params, tokens_BT)
         if self.positions is not None:
-            x_BTD = rounded(x_BTD + self.positions.rows(params, x_BTD.shape), casts)
+            x_BTD = round_result(x_BTD + self.positions.rows(params, x_BTD.shape), casts)
         if self.embed_norm is not None:
             x_BTD = self.embed_norm(params, x_BTD)
         x0_BTD, first_values = x_BTD, None
@@ -89,8 +89,8 @@ class Decoder(Layer):
         for layer, block in enumerate(self.blocks):
             source = config.skip_into(layer)
             if source is not None:
-                weight_BTD = spread(params["skip_weights"][source], x_BTD.shape, casts)
-                x_BTD = rounded(x_BTD + rounded(weight_BTD * skips[source], casts), casts)
+                weight_BTD = broadcast(params["skip_weights"][source], x_BTD.shape, casts)
+                x_BTD = round_result(x_BTD + round_result(weight_BTD * skips[source], casts), casts)
             through: Callable[..., Any] = block
             if self.recompute or self.lean:
                 through = jax.checkpoint(block, policy=None if self.recompute else _is_product)
@@ -150,9 +150,10 @@ class Block(Layer):
         if self.config.embedding_shortcut != "none":
             mix = self.parameter(params, "residual_mix")
             kept, embedded = (
-                rounded(spread(mix[place], x.shape, casts) * x, casts) for place, x in enumerate((x_BTD, x0_BTD))
+                round_result(broadcast(mix[place], x.shape, casts) * x, casts)
+                for place, x in enumerate((x_BTD, x0_BTD))
             )
-            x_BTD = rounded(kept + embedded, casts)
+            x_BTD = round_result(kept + embedded, casts)
         y_BTD, values = self.attn(params, self.attn_norm(params, x_BTD), first_values, angles)
         x_BTD = self._add(params, x_BTD, y_BTD, "attn_scale")
         y_BTD = self.mlp(params, self.mlp_norm(params, x_BTD))
@@ -160,10 +161,10 @@ class Block(Layer):
 
     def _add(self, params: Params, x_BTD: Array, y_BTD: Array, scale: str) -> Array:
         casts = self.casts
-        y_BTD = enter(y_BTD, casts)
+        y_BTD = to_compute(y_BTD, casts)
         if self.config.branch_scale:
-            y_BTD = rounded(spread(self.parameter(params, scale), y_BTD.shape, casts) * y_BTD, casts)
-        return rounded(enter(x_BTD, casts) + y_BTD, casts)
+            y_BTD = round_result(broadcast(self.parameter(params, scale), y_BTD.shape, casts) * y_BTD, casts)
+        return round_result(to_compute(x_BTD, casts) + y_BTD, casts)
 
 
 class Attention(Layer):
@@ -187,15 +188,17 @@ class Attention(Layer):
         q_BHTK, k_BHTK, v_BHTK = (self._heads(layer(params, x_BTD)) for layer in (self.q, self.k, self.v))
         values = v_BHTK
         if config.value_residual and first_values is not None:
-            mix = spread(self.parameter(params, "value_mix"), v_BHTK.shape, casts)
-            v_BHTK = rounded(v_BHTK + rounded(mix * rounded(first_values - v_BHTK, casts), casts), casts)
+            mix = broadcast(self.parameter(params, "value_mix"), v_BHTK.shape, casts)
+            v_BHTK = round_result(
+                v_BHTK + round_result(mix * round_result(first_values - v_BHTK, casts), casts), casts
+            )
         if config.qk_norm != "none":
             q_BHTK, k_BHTK = self.q_norm(params, q_BHTK), self.k_norm(params, k_BHTK)
         if config.positions == "rotary":
             q_BHTK, k_BHTK = rotate(q_BHTK, *angles, casts), rotate(k_BHTK, *angles, casts)
         if config.q_gain:
             gain_H11 = self.parameter(params, "q_gain")[:, None, None]
-            q_BHTK = rounded(q_BHTK * spread(gain_H11, q_BHTK.shape, casts), casts)
+            q_BHTK = round_result(q_BHTK * broadcast(gain_H11, q_BHTK.shape, casts), casts)
         y_BTHK = jnp.swapaxes(attention(q_BHTK, k_BHTK, v_BHTK, casts), 1, 2)
         return self.o(params, y_BTHK.reshape(*y_BTHK.shape[:2], -1)), values
 
@@ -215,10 +218,10 @@ class MLP(Layer):
 
     def __call__(self, params: Params, x_BTD: Array) -> Array:
         casts = self.casts
-        hidden = enter(self.up(params, x_BTD), casts)
+        hidden = to_compute(self.up(params, x_BTD), casts)
         if self.kind == "swiglu":
-            gate = enter(self.gate(params, x_BTD), casts)
-            hidden = rounded(pointwise(jax.nn.silu, gate, casts) * hidden, casts)
+            gate = to_compute(self.gate(params, x_BTD), casts)
+            hidden = round_result(pointwise(jax.nn.silu, gate, casts) * hidden, casts)
         else:
             hidden = pointwise(_NONLINEARITIES[self.kind], hidden, casts)
         return self.down(params, hidden)
@@ -229,12 +232,12 @@ class Embedding(Layer):
 
     def __call__(self, params: Params, index: Array) -> Array:
         # An index beyond the table gives NaN; plain indexing would give the last row.
-        table = owned(self.parameter(params, "weight"), self.casts)
-        return enter(jnp.take(table, index, axis=0, mode="fill"), self.casts)
+        table = with_weight_grad_format(self.parameter(params, "weight"), self.casts)
+        return to_compute(jnp.take(table, index, axis=0, mode="fill"), self.casts)
 
     def rows(self, params: Params, shape: tuple[int, ...]) -> Array:
         """Returns the first rows, for positions, at the shape (B, T, D) of the tokens they are added to."""
-        return spread(self.parameter(params, "weight")[: shape[1]], shape, self.casts)
+        return broadcast(self.parameter(params, "weight")[: shape[1]], shape, self.casts)
 
 
 class Head(Layer):

@@ -17,20 +17,20 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import ArgumentError, BatchError, ParallelError
 
 # (state, the rows of one device, rng) -> (what is the same on every device, what is each device's own)
 Local = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
-def summed(own: Any, reference: Array, mesh: Mesh) -> Any:
+def sum_over_devices(own: Any, reference: Array, mesh: Mesh) -> Any:
     """Returns the sum over devices, in fp32, of arrays that each device has weighted against its own reference."""
     largest = lax.pmax(reference, mesh.axis_names)
     share = reference / jnp.where(largest == 0, 1.0, largest)  # 1 where devices have equally many tokens
     return lax.psum(jax.tree.map(lambda x: share * x.astype(jnp.float32), own), mesh.axis_names)
 
 
-def on_each(local: Local, mesh: Mesh, micro_batches: int | None) -> Local:
+def map_devices(local: Local, mesh: Mesh, micro_batches: int | None) -> Local:
     """Returns a function that calls another on each device, with its rows and random numbers of its own.
 
     What is each device's own comes back stacked, by device.
@@ -54,7 +54,7 @@ def on_each(local: Local, mesh: Mesh, micro_batches: int | None) -> Local:
     return run
 
 
-def everywhere(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: Mesh) -> NamedSharding:
     """Returns where a state lies: on every device, whole."""
     return NamedSharding(mesh, PartitionSpec())
 
@@ -68,7 +68,7 @@ def place_rows(batch: Any, mesh: Mesh, micro_batches: int | None) -> Any:
 def check_mesh(mesh: Any) -> None:
     """Refuses what is not a mesh of devices."""
     if not isinstance(mesh, Mesh):
-        raise HalfstepError(
+        raise ArgumentError(
             f"mesh is a {type(mesh).__name__}, not a mesh of devices",
             hint='mesh = jax.make_mesh((jax.device_count(),), ("data",))',
         )
@@ -79,7 +79,7 @@ def check_placed(state: Any, mesh: Mesh) -> None:
     devices = {*mesh.devices.flat}
     for sharding in {leaf.sharding for leaf in jax.tree.leaves(state)}:
         if sharding.device_set != devices or not sharding.is_fully_replicated:
-            raise HalfstepError(
+            raise ParallelError(
                 f"the step runs on {mesh.size} devices, each with the whole state, and this state lies elsewhere",
                 hint="init(params, optimizer, policy, mesh=mesh) places it; to train parameters that are sharded, "
                 "leave the mesh out of make_step too: jit then follows their shardings",
@@ -90,7 +90,7 @@ def check_divides(rows: int, devices: int, what: str, remedy: str) -> None:
     """Refuses rows that devices cannot share equally; the remedy is in front of numbers that they can."""
     if rows % devices:
         less, more = rows - rows % devices, rows + -rows % devices
-        raise HalfstepError(
+        raise BatchError(
             f"{devices} devices cannot share {what} of {rows} rows equally",
             hint=f"{remedy} {f'{less} or {more}' if less else more}, or use fewer devices",
         )
@@ -101,7 +101,7 @@ def _specs(batch: Any, mesh: Mesh, micro_batches: int | None) -> Any:
     first = 0 if micro_batches is None else 1
     rows = {jnp.shape(leaf)[first] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf) > first}
     if len(rows) > 1:
-        raise HalfstepError(
+        raise BatchError(
             f"leaves of the batch have different numbers of rows: {', '.join(map(str, sorted(rows)))}",
             hint="devices share a batch by rows: give every leaf the same number, and let the loss function close "
             "over what belongs to no row",

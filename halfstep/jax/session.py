@@ -20,34 +20,33 @@ from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 from numpy.typing import NDArray
 
-from halfstep.config.carry_over import carry_over
 from halfstep.config.model import parameter_shapes, reach
 from halfstep.config.policy_schedule import check_later
 from halfstep.config.run import RunConfig
-from halfstep.config.weights import Weights, initial_weights
+from halfstep.config.weights import Weights, carry_over, initial_weights
 from halfstep.core import host
 from halfstep.core.audit.cause import Cause
 from halfstep.core.choice.layers import Measured
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import BatchError
 from halfstep.core.observed import LayerInfo, Sample
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
 from halfstep.core.state_format import Snapshot, Stored, widen
-from halfstep.jax import memory
-from halfstep.jax.apply import Applied, apply, find_halves, modules_of
-from halfstep.jax.dtypes import as_device, as_devices, describe
-from halfstep.jax.fp8 import in_use
+from halfstep.jax.convert.apply import Applied, apply, find_halves, modules_of
+from halfstep.jax.convert.fp8_choice import Products, first_choice, measure_products
+from halfstep.jax.fp8 import scaling_amaxes
+from halfstep.jax.instruments.nonfinite import find_cause
+from halfstep.jax.instruments.observe.monitor import Monitor, Unread
 from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.measure import Product, devices
 from halfstep.jax.model import Decoder
-from halfstep.jax.observe.monitor import Monitor, Unread
-from halfstep.jax.optim.masters import hold, widened
+from halfstep.jax.numerics import memory
+from halfstep.jax.numerics.dtypes import as_device, as_devices, describe
+from halfstep.jax.optim.masters import hold, widen_masters
 from halfstep.jax.optim.optimizers import Schedule, build_optimizers, names_in_state
 from halfstep.jax.parallel import check_divides, place_rows
-from halfstep.jax.run.fp8_choice import Products, first_choice, measure_products
-from halfstep.jax.run.nonfinite import find
+from halfstep.jax.run import StepResult, Weighted, check, compile_step, first_state, make_step
 from halfstep.jax.state import bytes_of, load_state_dict, restored, state_dict, stored
-from halfstep.jax.step import StepResult, Weighted, check, compiled, first_state, make_step
 
 Tokens = NDArray[np.int32]
 
@@ -55,7 +54,7 @@ version = jax.__version__
 
 
 def num_shards(config: RunConfig) -> int:
-    """Returns among how many processes the state of a run is shared: here each holds all of it."""
+    """Returns how many processes share the state of a run: one, since each process holds all of it."""
     return 1
 
 
@@ -80,17 +79,19 @@ class Session:
         check_divides(config.training.batch, len(every), "a micro-batch", "set training.batch to")
         self._schedule, self._momentum = schedule, momentum
         again, lean = config.training.recompute_blocks, config.training.memory == "lean"
-        self._plain = Decoder(config.model, recompute=again, lean=lean)
+        self._base_model = Decoder(config.model, recompute=again, lean=lean)
         self.micro_batches = config.training.micro_batches
-        first = self._plain.set_weights(initial_weights(config.model, config.seed) if weights is None else weights)
-        self._begin(policy, first)
+        first = self._base_model.set_weights(
+            initial_weights(config.model, config.seed) if weights is None else weights
+        )
+        self._start_policy(policy, first)
 
-    def _begin(self, policy: Policy, params: Mapping[str, Any]) -> None:
+    def _start_policy(self, policy: Policy, params: Mapping[str, Any]) -> None:
         """Makes the first state and the step of a policy."""
-        config, plain, self.policy = self.config, self._plain, policy
+        config, plain, self.policy = self.config, self._base_model, policy
         optimizer = build_optimizers(config.model, config.optimizer, self._schedule, self._momentum)
         names = plain.module_names()
-        with self._here():
+        with self._on_device():
             params = jax.device_put(params, self.device)
             check_later(config.schedule, lambda later: apply(params, later, names))
             check_later(config.schedule, lambda later: check_reach(later, reach(config.model)))
@@ -100,8 +101,8 @@ class Session:
                 given["measured"] = measure_products(self._products(apply(params, policy, names)))
             self.run = first_state(params, optimizer, policy, seed=config.seed, **given)
         self._optimizer, self._moments = optimizer, names_in_state(config.model, config.optimizer)
-        self._compute_as(self.run.measured)
-        self._build()
+        self._build_functions(self.run.measured)
+        self._build_step()
 
     def _products(self, applied: Applied) -> Products:
         """Returns the matmuls of the decoder that rules call `measured`, as one device runs them."""
@@ -116,26 +117,26 @@ class Session:
                 found[name] = [(work, precision)]
         return found
 
-    def _compute_as(self, measured: Measured | None) -> None:
-        """Makes the functions of the policy, with the layers wide that are faster so."""
-        plain, policy = self._plain, self.policy
+    def _build_functions(self, measured: Measured | None) -> None:
+        """Builds the model's functions under the policy; `measured` layers that are faster wide stay wide."""
+        plain, policy = self._base_model, self.policy
         self.model = plain.with_policy(policy, measured)
-        evaluated = partial(_on_masters, plain.with_policy(policy.evaluation(), measured).loss)
-        shared = evaluated if self.mesh is None else _shared(evaluated, self.mesh)
+        evaluated = partial(_call_in_fp32, plain.with_policy(policy.evaluation(), measured).loss)
+        shared = evaluated if self.mesh is None else _share_rows(evaluated, self.mesh)
         self._evaluated = jax.jit(shared, compiler_options=COMPILER_OPTIONS)
         self._evaluated_by_one = jax.jit(evaluated, compiler_options=COMPILER_OPTIONS)
-        self._next = jax.jit(partial(_on_masters, self._logits_at), compiler_options=COMPILER_OPTIONS)
+        self._next = jax.jit(partial(_call_in_fp32, self._logits_at), compiler_options=COMPILER_OPTIONS)
 
     def change_policy(self, policy: Policy, *, keep: bool = True) -> None:
         """Trains in another precision from the next step on; without `keep`, a state must be loaded first."""
         before, state = self.policy, self.state()
-        held = _widened(state)
+        held = _fp32_weights(state)
         del self.run
-        self._begin(policy, held)
+        self._start_policy(policy, held)
         if keep:
             self.load(carry_over(state, self.state(), before, policy, self.config.model))
 
-    def _build(self, monitor: Monitor | None = None) -> None:
+    def _build_step(self, monitor: Monitor | None = None) -> None:
         """Makes the step, which is compiled when it is first called."""
         self.monitor = monitor
         self._made = make_step(
@@ -147,7 +148,7 @@ class Session:
             mesh=self.mesh,
             monitor=monitor,
         )
-        self._step = compiled(self._made.__wrapped__, self.mesh)  # without its warning: the run has its own
+        self._step = compile_step(self._made.__wrapped__, self.mesh)  # without its warning: the run has its own
 
     @property
     def notes(self) -> list[str]:
@@ -166,13 +167,13 @@ class Session:
 
     def step(self, micro_batches: Tokens) -> StepResult:
         if len(micro_batches) != self.micro_batches:
-            raise HalfstepError(
+            raise BatchError(
                 f"{len(micro_batches)} micro-batches were given, but the step is for {self.micro_batches}",
                 hint=f"set training.micro_batches={len(micro_batches)}",
             )
         count = None if self.micro_batches == 1 else self.micro_batches
         tokens = self._to_devices(micro_batches if count else micro_batches[0], count)
-        with self._here():
+        with self._on_device():
             self.run, result = self._step(self.run, tokens)
             if self.monitor is not None:
                 self.monitor.add(result.layers, result.updates)
@@ -180,10 +181,10 @@ class Session:
 
     def watch(self, slice: int) -> Sequence[LayerInfo]:
         monitor = Monitor(slice)
-        self._build(monitor)
+        self._build_step(monitor)
         counted = () if self.micro_batches == 1 else (self.micro_batches,)
         shape = (*counted, self.config.training.batch, self.config.model.context + 1)
-        with self._here():
+        with self._on_device():
             self._step.eval_shape(self.run, jax.ShapeDtypeStruct(shape, jnp.int32))
         return monitor.layers
 
@@ -196,7 +197,7 @@ class Session:
     def sample(self, micro_batches: Tokens, share: float = 1 / 16) -> Mapping[str, Mapping[str, Sample]]:
         rows = micro_batches.reshape(-1, micro_batches.shape[-1])
         rows = rows[: max(1, int(len(rows) * share))]
-        with self._here():
+        with self._on_device():
             return self._made.sample(
                 self.run, self._to_device(rows if self.micro_batches == 1 else rows[None]), share=1.0
             )
@@ -223,10 +224,10 @@ class Session:
 
     def evaluate(self, batches: Iterable[Tokens], *, averaged: bool = True) -> tuple[float, int]:
         losses, count = [], 0
-        params = self.run.ema if averaged and self.run.ema else self._used(self.policy.evaluation())
-        params = {**params, **in_use(self.run.amaxes)}
+        params = self.run.ema if averaged and self.run.ema else self._policy_parameters(self.policy.evaluation())
+        params = {**params, **scaling_amaxes(self.run.amaxes)}
         for batch in batches:
-            with self._here():
+            with self._on_device():
                 losses += self._losses(params, batch)
             count += batch[:, 1:].size
         # Summed in fp64 on the host: JAX has it only if it is enabled everywhere.
@@ -236,8 +237,10 @@ class Session:
         window = list(tokens[-self.config.model.context :])
         padded = np.zeros((1, self.config.model.context), np.int32)
         padded[0, : len(window)] = window
-        with self._here():
-            params = self._of_one({**self._used(self.policy), **in_use(self.run.amaxes)})
+        with self._on_device():
+            params = self._first_copies(
+                {**self._policy_parameters(self.policy), **scaling_amaxes(self.run.amaxes)}
+            )
             return np.asarray(self._next(params, self._to_device(padded), len(window) - 1))
 
     def state(self) -> dict[str, Stored]:
@@ -246,8 +249,8 @@ class Session:
 
     def snapshot(self) -> Snapshot:
         """Starts a copy of the state without waiting for it: the next step consumes the arrays themselves."""
-        with self._here():
-            state = self._of_one(self._state())
+        with self._on_device():
+            state = self._first_copies(self._state())
             copies = {name: jnp.copy(array) for name, array in state.items()}
         return lambda: {name: bytes_of(array) for name, array in jax.device_get(copies).items()}
 
@@ -262,11 +265,11 @@ class Session:
         def loss(params: Any, tokens: Array) -> Array:
             return self.model.loss({**params, **amaxes}, tokens[:, :-1], tokens[:, 1:]) / tokens[:, 1:].size
 
-        with self._here(), jax.default_matmul_precision("highest"):
-            params = self._of_one(self._used(self.policy))
-            amaxes = self._of_one(in_use(self.run.amaxes))
+        with self._on_device(), jax.default_matmul_precision("highest"):
+            params = self._first_copies(self._policy_parameters(self.policy))
+            amaxes = self._first_copies(scaling_amaxes(self.run.amaxes))
             used = float(self.run.scale.scale) if scale is None else scale
-            return find(loss, params, (self._to_device(tokens) for tokens in rows), used)
+            return find_cause(loss, params, (self._to_device(tokens) for tokens in rows), used)
 
     def load(self, state: Mapping[str, Stored]) -> None:
         given = {name: restored(record) for name, record in state.items()}
@@ -275,13 +278,13 @@ class Session:
         before = self.run.measured
         self.run = load_state_dict(self.run, {ours.get(name, name): array for name, array in given.items()})
         if self.run.measured != before:
-            self._compute_as(self.run.measured)
-            self._build(self.monitor)
+            self._build_functions(self.run.measured)
+            self._build_step(self.monitor)
 
     def load_weights(self, state: Mapping[str, Stored]) -> None:
         ours = state_dict(self.run)
-        wide, of_weights = _widened(state), ("model.", "remainder.")
-        with self._here():
+        wide, of_weights = _fp32_weights(state), ("model.", "remainder.")
+        with self._on_device():
             applied = self.run.applied()
             known = {name: jnp.asarray(x) for name, x in wide.items() if name in applied.masters}
             held, remainders = hold(known, applied)
@@ -300,8 +303,8 @@ class Session:
     def capacity(self) -> int | None:
         return memory.capacity(self.device)
 
-    def ran_out(self, error: BaseException) -> bool:
-        return memory.ran_out(error)
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        return memory.is_out_of_memory(error)
 
     def _state(self) -> dict[str, Array]:
         """Returns the live arrays by the names of a checkpoint, without counts: all equal `applied`."""
@@ -311,15 +314,15 @@ class Session:
     def _counts(self) -> set[str]:
         return {n for n in state_dict(self.run) if n.startswith("optimizer.") and n not in self._moments}
 
-    def _used(self, policy: Policy) -> Mapping[str, Array]:
-        """Returns the parameters for a function under a policy: whole masters where the half will not do."""
+    def _policy_parameters(self, policy: Policy) -> Mapping[str, Array]:
+        """Returns the parameters for functions under a policy: whole masters where halves will not do."""
         if not self.run.remainders:
             return self.run.params
         params, modules = self.run.params, list(dict.fromkeys([*self.run.names, *modules_of(self.run.params)]))
         halves = find_halves(policy, self.run.applied().masters, modules)
-        return widened(params, self.run.remainders, halves)
+        return widen_masters(params, self.run.remainders, halves)
 
-    def _here(self) -> AbstractContextManager[Any]:
+    def _on_device(self) -> AbstractContextManager[Any]:
         """Traces for this device: a program for another, such as a kernel of attention, would not run here."""
         return jax.default_device(self.device)
 
@@ -335,7 +338,7 @@ class Session:
         parts = [(self._evaluated, params, self._to_devices(batch[:shared]))] if shared else []
         for start in range(shared, len(batch), size):
             left = self._to_device(batch[start : start + size])
-            parts.append((self._evaluated_by_one, self._of_one(params), left))
+            parts.append((self._evaluated_by_one, self._first_copies(params), left))
         return [score(weights, tokens[:, :-1], tokens[:, 1:]) for score, weights, tokens in parts]
 
     def _logits_at(self, params: Mapping[str, Array], tokens: Array, last: Array) -> Array:
@@ -351,24 +354,24 @@ class Session:
         rows: Array = place_rows(np.ascontiguousarray(tokens, np.int32), self.mesh, micro_batches)
         return rows
 
-    def _of_one(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """Returns what the first device holds, without a copy: all hold the same."""
+    def _first_copies(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Returns the arrays of the first device, without a copy: all devices hold the same."""
         return {name: array.addressable_data(0) for name, array in arrays.items()}
 
 
-def _widened(state: Mapping[str, Stored]) -> dict[str, Any]:
+def _fp32_weights(state: Mapping[str, Stored]) -> dict[str, Any]:
     """Returns the fp32 numbers of the weights in a state, by name."""
     names = [name.removeprefix("model.") for name in state if name.startswith("model.")]
     return {name: widen(state[f"model.{name}"], state.get(f"remainder.{name}")) for name in names}
 
 
-def _on_masters(fn: Callable[..., Array], params: Mapping[str, Array], *rest: Any) -> Array:
+def _call_in_fp32(fn: Callable[..., Array], params: Mapping[str, Array], *rest: Any) -> Array:
     with jax.default_matmul_precision("highest"):
         return fn({name: master.astype(jnp.float32) for name, master in params.items()}, *rest)
 
 
-def _shared(loss: Callable[..., Array], mesh: Mesh) -> Callable[..., Array]:
-    """Returns the same sum of losses, of which each device has computed that of its rows."""
+def _share_rows(loss: Callable[..., Array], mesh: Mesh) -> Callable[..., Array]:
+    """Returns a function of the same sum of losses, to which each device adds that of its rows."""
     rows, whole = PartitionSpec(mesh.axis_names), PartitionSpec()
 
     def total(params: Mapping[str, Array], *tokens: Array) -> Array:

@@ -19,14 +19,14 @@ from halfstep.core import state_format
 from halfstep.core.averages import pop_from_state, to_state
 from halfstep.core.choice import Choice
 from halfstep.core.choice.layers import NO_LAYERS, Measured, resumed
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import ArgumentError, RunStateError, StateError, UnsupportedTransformError
 from halfstep.core.policy import Policy
 from halfstep.core.scaling import ScaleState, saved_scale
 from halfstep.core.state_format import Description, Stored, check_same, find_dtype
-from halfstep.jax.apply import Applied, Leaves, apply
+from halfstep.jax.convert.apply import Applied, Leaves, apply
 from halfstep.jax.fp8 import PREFIX
-from halfstep.jax.optim.masters import widened
-from halfstep.jax.run.summary import summarize
+from halfstep.jax.optim.masters import widen_masters
+from halfstep.jax.update.summary import summarize
 
 NARROW = "narrow."  # before a module's name: 1 if it was measured and is narrow, 0 if it stayed wide
 DTYPE_NAMES = {jnp.dtype(kind): name for kind, name in state_format.DTYPE_NAMES.items()}
@@ -82,12 +82,12 @@ class State:
     def masters(self) -> Any:
         """Returns the parameters in fp32, however the state holds them; split masters joined, exactly."""
         leaves = Leaves(self.params)
-        return leaves.rebuilt(widened(leaves.trained, self.remainders))
+        return leaves.rebuilt(widen_masters(leaves.trained, self.remainders))
 
     def averaged(self) -> Any:
         """Returns the parameters with the averages of the masters, in fp32. Copy what the next step may use up."""
         if not self.decay:
-            raise HalfstepError("there are no averages", hint="init(..., ema=0.999) keeps them")
+            raise RunStateError("there are no averages", hint="init(..., ema=0.999) keeps them")
         return Leaves(self.params).rebuilt(self.ema)
 
     def __str__(self) -> str:
@@ -106,18 +106,18 @@ def summary(state: State) -> str:
 def check_state(state: Any) -> None:
     """Refuses what is no state, and a state that is used up or traced: a compiled step takes neither."""
     if not isinstance(state, State):
-        raise HalfstepError(
+        raise ArgumentError(
             f"the first argument of the step is a {type(state).__name__}, not a state",
             hint="state = init(params, optimizer, policy); state, result = step(state, batch)",
         )
     if isinstance(state.num_applied, jax.core.Tracer):
-        raise HalfstepError(
+        raise UnsupportedTransformError(
             "the step is compiled, and was called inside another jit, scan, vmap or eval_shape",
             hint="use step.__wrapped__ there, and compile the outermost with layers.COMPILER_OPTIONS; "
             "step.eval_shape(state, batch) gives shapes",
         )
     if isinstance(state.num_applied, jax.Array) and state.num_applied.is_deleted():
-        raise HalfstepError(
+        raise RunStateError(
             "an earlier step used up this state: its arrays are in the state that the step returned",
             hint="state, result = step(state, batch) continues with that; to keep arrays, such as averages, copy "
             "them: jax.tree.map(jnp.copy, state.params)",
@@ -127,7 +127,7 @@ def check_state(state: Any) -> None:
 def check_measured(state: State) -> None:
     """Refuses a state whose `measured` layers were not timed yet: a traced function cannot do so."""
     if state.measured is None:
-        raise HalfstepError(
+        raise RunStateError(
             "the layers that rules call `measured` are not timed yet, and a traced function cannot time them",
             hint="state = step.measure(state, batch) does so before; or call the step itself, outside of any jit",
         )
@@ -135,11 +135,11 @@ def check_measured(state: State) -> None:
 
 def state_dict(state: State) -> dict[str, Array]:
     """Returns every array that the next step depends on: the live ones, not copies."""
-    arrays = {f"model.{name}": _plain(leaf) for name, leaf in Leaves(state.params).values.items()}
+    arrays = {f"model.{name}": _as_numbers(leaf) for name, leaf in Leaves(state.params).values.items()}
     arrays |= {f"remainder.{name}": lo for name, lo in state.remainders.items()}
     arrays |= {f"{PREFIX}{name}": history for name, history in state.amaxes.items()}
-    arrays |= {f"{NARROW}{name}": jnp.asarray(flag, jnp.uint8) for name, flag in _narrow(state).items()}
-    arrays |= {name: _plain(leaf) for name, leaf in _optimizer(state).items()}
+    arrays |= {f"{NARROW}{name}": jnp.asarray(flag, jnp.uint8) for name, flag in _narrow_layers(state).items()}
+    arrays |= {name: _as_numbers(leaf) for name, leaf in _optimizer(state).items()}
     arrays |= {f"scale.{part}": value for part, value in state.scale._asdict().items()} | to_state(state.ema)
     return arrays | {"applied": state.num_applied}
 
@@ -147,27 +147,27 @@ def state_dict(state: State) -> dict[str, Array]:
 def load_state_dict(state: State, given: Mapping[str, Any]) -> State:
     """Returns the state with given arrays. Those of another model, optimizer or precision are refused whole."""
     if not isinstance(given, Mapping):
-        raise HalfstepError(
+        raise StateError(
             f"a state is restored from arrays by name, not a {type(given).__name__}",
             hint="load_state_dict(state, np.load(file)) reads what np.savez(file, **state_dict(state)) wrote",
         )
-    given = {name: _with_name_of_bf16(array) for name, array in given.items()}
+    given = {name: _restore_bf16_dtype(array) for name, array in given.items()}
     averages = pop_from_state(given, state.ema)
-    measured = _taken_over(state, given)
-    check_same(_described(state_dict(replace(state, ema={}, measured=measured))), _described(given))
+    measured = _adopt_measured(state, given)
+    check_same(_describe(state_dict(replace(state, ema={}, measured=measured))), _describe(given))
     scale = saved_scale(state.policy.scale, given)
     leaves = Leaves(state.params)
-    params = [_like(given[f"model.{name}"], leaf) for name, leaf in leaves.values.items()]
-    moments = [_like(given[name], leaf) for name, leaf in _optimizer(state).items()]
+    params = [_place_like(given[f"model.{name}"], leaf) for name, leaf in leaves.values.items()]
+    moments = [_place_like(given[name], leaf) for name, leaf in _optimizer(state).items()]
     return replace(
         state,
         params=jax.tree.unflatten(leaves.treedef, params),
         opt_state=jax.tree.unflatten(jax.tree.structure(state.opt_state), moments),
-        scale=state.scale if scale is None else ScaleState(*map(_like, scale, state.scale)),
-        num_applied=_like(given["applied"], state.num_applied),
-        ema={name: _like(averages[name], old) for name, old in state.ema.items()},
-        remainders={name: _like(given[f"remainder.{name}"], old) for name, old in state.remainders.items()},
-        amaxes={name: _like(given[f"{PREFIX}{name}"], old) for name, old in state.amaxes.items()},
+        scale=state.scale if scale is None else ScaleState(*map(_place_like, scale, state.scale)),
+        num_applied=_place_like(given["applied"], state.num_applied),
+        ema={name: _place_like(averages[name], old) for name, old in state.ema.items()},
+        remainders={name: _place_like(given[f"remainder.{name}"], old) for name, old in state.remainders.items()},
+        amaxes={name: _place_like(given[f"{PREFIX}{name}"], old) for name, old in state.amaxes.items()},
         measured=measured,
     )
 
@@ -180,7 +180,7 @@ def stored(array: Any) -> Stored:
 
 
 def bytes_of(host: NDArray[Any]) -> Stored:
-    """Returns the same for an array on the host, without a copy."""
+    """Returns the dtype, shape and bytes of an array on the host, without a copy."""
     flat = np.ascontiguousarray(host).astype(host.dtype.newbyteorder("<"), copy=False).reshape(-1)
     return Stored(DTYPE_NAMES[host.dtype], host.shape, flat.view(np.uint8).data)
 
@@ -205,31 +205,31 @@ def _optimizer(state: State) -> dict[str, Any]:
     return named
 
 
-def _narrow(state: State) -> Mapping[str, bool]:
+def _narrow_layers(state: State) -> Mapping[str, bool]:
     """Returns which of the measured layers are narrow: a resumed run must not measure them again."""
     return {} if state.measured is None else state.measured.narrow
 
 
-def _taken_over(state: State, given: Mapping[str, Any]) -> Measured | None:
-    """Returns the measured layers as a given state has them."""
+def _adopt_measured(state: State, given: Mapping[str, Any]) -> Measured | None:
+    """Returns the choice of measured layers that a loaded state was saved with."""
     narrow = {name.removeprefix(NARROW): bool(x) for name, x in given.items() if name.startswith(NARROW)}
     if state.measured is None:
         return resumed(narrow) if narrow else None
     return state.measured.adopt(narrow) if narrow.keys() == state.measured.narrow.keys() else state.measured
 
 
-def _with_name_of_bf16(array: Any) -> Any:
-    """Returns an array of a file of numpy's, which has bf16 as two bytes without a name, as what it is."""
+def _restore_bf16_dtype(array: Any) -> Any:
+    """Gives an array its dtype back: files of numpy hold bf16 as two bytes without a name."""
     return array.view(jnp.bfloat16) if array.dtype == np.dtype("V2") else array
 
 
-def _plain(leaf: Any) -> Any:
-    """Returns an array of numbers; for the key of a generator, its words."""
+def _as_numbers(leaf: Any) -> Any:
+    """Returns an array of numbers: the array itself, or the words of a generator's key."""
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
-def _like(given: Any, old: Array) -> Array:
-    """Places an array where an old one is, with its type."""
+def _place_like(given: Any, old: Array) -> Array:
+    """Returns a given array with the type and on the devices of an old one."""
     if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
         given = jax.random.wrap_key_data(jnp.array(given), impl=jax.random.key_impl(old))
         return jax.device_put(given, old.sharding)
@@ -237,5 +237,5 @@ def _like(given: Any, old: Array) -> Array:
     return jax.device_put(np.array(given), old.sharding)
 
 
-def _described(state: Mapping[str, Any]) -> dict[str, Description]:
+def _describe(state: Mapping[str, Any]) -> dict[str, Description]:
     return {name: (DTYPE_NAMES[jnp.dtype(x.dtype)], tuple(x.shape)) for name, x in state.items()}

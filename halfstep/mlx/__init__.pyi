@@ -1,5 +1,4 @@
-from .cast import quantize as quantize
-from .collect.audit import audit as audit
+from .instruments.collect.audit import audit as audit
 from .layers import CastedLinear as CastedLinear
 from .layers import Norm as Norm
 from .layers import attention as attention
@@ -8,9 +7,10 @@ from .layers import layer_norm as layer_norm
 from .layers import linear as linear
 from .layers import rms_norm as rms_norm
 from .layers import softmax as softmax
-from .lowering import casts_for as casts_for
+from .numerics.cast import quantize as quantize
+from .numerics.lowering import casts_for as casts_for
 from .optim.optimizers import AdamW as AdamW
 from .optim.optimizers import Muon as Muon
-from .step import Run as Run
-from .step import StepResult as StepResult
-from .step import prepare as prepare
+from .run import Run as Run
+from .run import prepare as prepare
+from .update.step import StepResult as StepResult

@@ -12,8 +12,8 @@ the way out. Norms return the compute format, the loss returns fp32. What MLX's 
                  compute in fp32 and round the result.
 
 In MLX a bf16 array times an fp32 array, even of one element, is fp32, and so is all that follows. The code of a
-prepared model is kept from it (functions/meeting.py); a layer that knows the dtypes of the model's stream
-(`Layer.streams`) refuses any other (`expect`).
+prepared model is kept from it (convert/promotion.py); a layer that knows the dtypes of the model's stream
+(`Layer.streams`) refuses any other (`check_stream_dtype`).
 """
 
 from copy import deepcopy
@@ -23,14 +23,22 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from halfstep.core.errors import PolicyError
+from halfstep.core.errors import PolicyReachError
 from halfstep.core.formats import FP32, Format, parse
 from halfstep.core.precision import Precision
 from halfstep.core.refusal import named_format
-from halfstep.mlx.cast import carried
-from halfstep.mlx.dtypes import DTYPES, format_of
-from halfstep.mlx.lowering import Casts, casts_of
-from halfstep.mlx.matmul import held, look_up, multiply, narrowed, product, rounding, with_gradient
+from halfstep.mlx.numerics.cast import carried
+from halfstep.mlx.numerics.dtypes import DTYPES, format_of
+from halfstep.mlx.numerics.lowering import Casts, casts_of
+from halfstep.mlx.numerics.matmul import (
+    cast_to_format,
+    cast_weight_grad,
+    look_up,
+    multiply,
+    product,
+    rounding,
+    with_gradient,
+)
 
 # MLX's own, before functions.py wraps them for the code of models.
 _softmax, _logsumexp = mx.softmax, mx.logsumexp
@@ -51,11 +59,11 @@ class Held(Module):
 
     def parameters(self) -> Any:
         """Returns the parameters, those that are split as whole fp32 masters, whose gradients are fp32 too."""
-        return self._joined(super().parameters())
+        return self._join_halves(super().parameters())
 
     def trainable_parameters(self) -> Any:
         """Returns the parameters that are not frozen, those that are split as whole fp32 masters."""
-        return self._joined(super().trainable_parameters())
+        return self._join_halves(super().trainable_parameters())
 
     def load_weights(self, file_or_weights: Any, strict: bool = True) -> Any:
         """Loads weights of any floating dtype, and holds each as its master is held."""
@@ -67,8 +75,8 @@ class Held(Module):
             masters.set({name: array.astype(mx.float32) for name, array in new.items()})
         return self
 
-    def _joined(self, tree: Any) -> Any:
-        return tree if self.halfstep_masters is None else self.halfstep_masters.joined(tree)
+    def _join_halves(self, tree: Any) -> Any:
+        return tree if self.halfstep_masters is None else self.halfstep_masters.join_halves(tree)
 
 
 class Layer(Held):
@@ -88,10 +96,10 @@ class Layer(Held):
     def precision(self, precision: Precision) -> None:
         self.casts = casts_of(precision)
 
-    def arrived(self, x: mx.array) -> mx.array:
+    def check_activation_dtype(self, x: mx.array) -> mx.array:
         """Returns the activation, or refuses a dtype that the model's stream does not have."""
         if self.streams is not None:
-            expect(x, self.casts, self.name or type(self).__name__, self.streams)
+            check_stream_dtype(x, self.casts, self.name or type(self).__name__, self.streams)
         return x
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Layer":
@@ -103,7 +111,7 @@ class Layer(Held):
         return copied
 
 
-def expect(x: mx.array, casts: Casts, name: str, streams: frozenset[mx.Dtype] | None = None) -> None:
+def check_stream_dtype(x: mx.array, casts: Casts, name: str, streams: frozenset[mx.Dtype] | None = None) -> None:
     """Refuses an activation in a float dtype that is not in `streams`, by default the layer's own."""
     allowed = streams if streams is not None else frozenset((casts.compute,))
     if x.dtype in allowed or not mx.issubdtype(x.dtype, mx.floating):
@@ -111,53 +119,58 @@ def expect(x: mx.array, casts: Casts, name: str, streams: frozenset[mx.Dtype] | 
     stream = casts.compute if casts.compute in allowed else next(iter(allowed))
     promoted = x.dtype.size > stream.size
     why = "a cast or an fp32 array widened it upstream" if promoted else "it was cast upstream"
-    raise PolicyError(
+    raise PolicyReachError(
         f"`{name}` got a {_word(x.dtype)} activation where the stream is {_word(stream)}: {why}",
         hint="in MLX an fp32 array of any size widens what it meets: use a Python number in its place, or "
         f".astype(mx.{_word(stream)})",
     )
 
 
-def enter(x: mx.array, casts: Casts) -> mx.array:
+def to_compute(x: mx.array, casts: Casts) -> mx.array:
     """Casts an activation to the compute format of the module it enters."""
-    return rounded(x.astype(casts.compute), casts)
+    return round_to_compute(x.astype(casts.compute), casts)
 
 
-def admit(x: mx.array, casts: Casts) -> mx.array:
+def cast_input(x: mx.array, casts: Casts) -> mx.array:
     """Casts an input of a model: a mask's finite numbers stay finite, or rows that are masked become NaN."""
     lowest = -casts.precision.compute.max
     if x.dtype != casts.compute or casts.emulate:
         x = mx.where(x < lowest, mx.where(mx.isinf(x), x, lowest), x)
-    return enter(x, casts)
+    return to_compute(x, casts)
 
 
-def rounded(x: mx.array, casts: Casts) -> mx.array:
+def round_to_compute(x: mx.array, casts: Casts) -> mx.array:
     """Returns the result of an operation in the compute format: unchanged natively, rounded where emulated."""
     if not casts.emulate or casts.plain:
         return x
     return rounding(casts.precision.compute, casts.precision.grad)(x)
 
 
-def owned(parameter: mx.array, casts: Casts) -> mx.array:
+def with_weight_grad_format(parameter: mx.array, casts: Casts) -> mx.array:
     """Returns a parameter of no matmul, with its gradient in `grad_weight` whatever the parameter is held in."""
     if parameter.dtype == mx.float32 and casts.precision.grad_weight == FP32:
         return parameter
     return _owning(casts.precision.grad_weight)(parameter)
 
 
+def parameter_to_compute(parameter: mx.array, casts: Casts) -> mx.array:
+    """Returns a parameter of no matmul in the compute format, with its gradient in `grad_weight`."""
+    return to_compute(with_weight_grad_format(parameter, casts), casts)
+
+
 def times(x: mx.array, factor: mx.array, casts: Casts) -> mx.array:
     """Multiplies an activation by a parameter broadcast to it. Half numbers have exact products in fp32."""
-    return enter(x.astype(mx.float32) * factor.astype(mx.float32), casts)
+    return to_compute(x.astype(mx.float32) * factor.astype(mx.float32), casts)
 
 
 def plus(x: mx.array, addend: mx.array, casts: Casts) -> mx.array:
     """Adds a parameter broadcast to an activation; its gradient is summed in fp32 too."""
-    return enter(x.astype(mx.float32) + addend.astype(mx.float32), casts)
+    return to_compute(x.astype(mx.float32) + addend.astype(mx.float32), casts)
 
 
 def embedding(weight: mx.array, index: mx.array, casts: Casts) -> mx.array:
     """Returns rows of a table in compute; their gradients are summed in fp32, whatever the table is held in."""
-    return enter(look_up(weight, index, casts), casts)
+    return to_compute(look_up(weight, index, casts), casts)
 
 
 def linear(x: mx.array, weight: mx.array, bias: mx.array | None, casts: Casts) -> mx.array:
@@ -165,7 +178,7 @@ def linear(x: mx.array, weight: mx.array, bias: mx.array | None, casts: Casts) -
     if casts.plain and weight.dtype == mx.float32:
         y = product(x.astype(mx.float32), weight.T)
     else:
-        y = multiply(enter(x, casts), weight, casts)
+        y = multiply(to_compute(x, casts), weight, casts)
     return (
         y if bias is None else plus(y, _biasing(casts.precision.compute, casts.precision.grad_weight)(bias), casts)
     )
@@ -174,9 +187,9 @@ def linear(x: mx.array, weight: mx.array, bias: mx.array | None, casts: Casts) -
 def rms_norm(x: mx.array, gain: mx.array | None, casts: Casts, eps: float = 1e-6) -> mx.array:
     """Returns x / sqrt(mean(x^2) + eps) * gain: inside in the norm format, out in compute."""
     fmt = casts.precision.norm
-    gain = None if gain is None else owned(gain, casts)
-    x, gain = inside(x, casts.norm, fmt, casts), inside(gain, casts.norm, fmt, casts)
-    return outside(_rms_norm(x, gain, eps), casts.norm, fmt, casts)
+    gain = None if gain is None else with_weight_grad_format(gain, casts)
+    x, gain = to_island(x, casts.norm, fmt, casts), to_island(gain, casts.norm, fmt, casts)
+    return exit_island(_rms_norm(x, gain, eps), casts.norm, fmt, casts)
 
 
 def layer_norm(
@@ -184,24 +197,24 @@ def layer_norm(
 ) -> mx.array:
     """Returns (x - mean) / sqrt(variance + eps) * gain + bias: inside in the norm format, out in compute."""
     fmt = casts.precision.norm
-    gain, bias = (None if p is None else owned(p, casts) for p in (gain, bias))
-    x, gain, bias = (inside(t, casts.norm, fmt, casts) for t in (x, gain, bias))
-    return outside(_layer_norm(x, gain, bias, eps), casts.norm, fmt, casts)
+    gain, bias = (None if p is None else with_weight_grad_format(p, casts) for p in (gain, bias))
+    x, gain, bias = (to_island(t, casts.norm, fmt, casts) for t in (x, gain, bias))
+    return exit_island(_layer_norm(x, gain, bias, eps), casts.norm, fmt, casts)
 
 
 def softmax(x: mx.array, casts: Casts, axis: int = -1) -> mx.array:
     """Returns exp(x) / sum(exp(x)): inside in the softmax format, out in compute."""
     fmt = casts.precision.softmax
-    return outside(_softmax(inside(x, casts.softmax, fmt, casts), axis=axis), casts.softmax, fmt, casts)
+    return exit_island(_softmax(to_island(x, casts.softmax, fmt, casts), axis=axis), casts.softmax, fmt, casts)
 
 
 def attention(q_BHTK: mx.array, k_BHTK: mx.array, v_BHTK: mx.array, casts: Casts) -> mx.array:
     """Computes causal attention; its softmax is in the softmax format, its result in compute."""
-    q, k, v = (enter(t, casts) for t in (q_BHTK, k_BHTK, v_BHTK))
+    q, k, v = (to_compute(t, casts) for t in (q_BHTK, k_BHTK, v_BHTK))
     if casts.fused_softmax:
         q, k, v = (t.astype(mx.float32) for t in (q, k, v))
         y = _attention(q, k, v, scale=q.shape[-1] ** -0.5, mask="causal")
-        return enter(y, casts)
+        return to_compute(y, casts)
     if q.shape[1] != k.shape[1]:
         k, v = (mx.repeat(t, q.shape[1] // k.shape[1], axis=1) for t in (k, v))
     return _narrow_attention(q, k, v, casts)
@@ -210,12 +223,12 @@ def attention(q_BHTK: mx.array, k_BHTK: mx.array, v_BHTK: mx.array, casts: Casts
 def cross_entropy(logits: mx.array, targets: mx.array, casts: Casts, softcap: float = 0.0) -> mx.array:
     """Returns the sum of -log softmax(logits)[target] over all targets: inside and out in the loss format."""
     fmt = casts.precision.loss
-    wide = inside(logits, casts.loss, fmt, casts)
+    wide = to_island(logits, casts.loss, fmt, casts)
     if softcap:
         wide = softcap * mx.tanh(wide / softcap)
     chosen = mx.take_along_axis(wide, targets[..., None], axis=-1).squeeze(-1)
     total = (_logsumexp(wide, axis=-1) - chosen).sum()
-    return narrowed(total, casts.loss, fmt, casts)
+    return cast_to_format(total, casts.loss, fmt, casts)
 
 
 def rotate(x_BHTK: mx.array, cos_TK: mx.array, sin_TK: mx.array, casts: Casts) -> mx.array:
@@ -223,7 +236,7 @@ def rotate(x_BHTK: mx.array, cos_TK: mx.array, sin_TK: mx.array, casts: Casts) -
     half = x_BHTK.shape[-1] // 2
     x = x_BHTK.astype(mx.float32)
     turned = mx.concatenate([-x[..., half:], x[..., :half]], axis=-1)
-    return enter(x * cos_TK + turned * sin_TK, casts)
+    return to_compute(x * cos_TK + turned * sin_TK, casts)
 
 
 class Matmul(Layer):
@@ -250,7 +263,7 @@ class CastedLinear(Matmul):
         self.bias = mx.zeros((outputs,)) if bias else None
 
     def __call__(self, x: mx.array) -> mx.array:
-        return linear(self.arrived(x), self.weight, self.bias, self.casts or casts_like(x))
+        return linear(self.check_activation_dtype(x), self.weight, self.bias, self.casts or casts_like(x))
 
     def _extra_repr(self) -> str:
         outputs, inputs = self.weight.shape
@@ -275,7 +288,7 @@ class Norm(Layer):
         self.bias = mx.zeros((width,)) if bias and gain and kind == "layer" else None
 
     def __call__(self, x: mx.array) -> mx.array:
-        x, casts = self.arrived(x), self.casts or casts_like(x)
+        x, casts = self.check_activation_dtype(x), self.casts or casts_like(x)
         if self.kind == "layer":
             return layer_norm(x, self.weight, self.bias, casts, self.eps)
         return rms_norm(x, self.weight, casts, self.eps)
@@ -286,27 +299,27 @@ class Norm(Layer):
         return f"{self.kind}, {self.precision.norm} inside, {self.precision.compute} out"
 
 
-def inside(x: Any, dtype: mx.Dtype, fmt: Format, casts: Casts) -> Any:
+def to_island(x: Any, dtype: mx.Dtype, fmt: Format, casts: Casts) -> Any:
     """Returns an array (or None) with numbers of the format that an island computes in, in fp32."""
-    return None if x is None else narrowed(x, dtype, fmt, casts).astype(mx.float32)
+    return None if x is None else cast_to_format(x, dtype, fmt, casts).astype(mx.float32)
 
 
-def outside(x: mx.array, dtype: mx.Dtype, fmt: Format, casts: Casts) -> mx.array:
+def exit_island(x: mx.array, dtype: mx.Dtype, fmt: Format, casts: Casts) -> mx.array:
     """Rounds the result of an island to its format, then to compute."""
-    return enter(narrowed(x, dtype, fmt, casts), casts)
+    return to_compute(cast_to_format(x, dtype, fmt, casts), casts)
 
 
 @cache
 def _owning(fmt: Format) -> Any:
     """Widens a parameter to fp32, with its gradient in the format of weight gradients."""
-    return with_gradient(lambda p: p.astype(mx.float32), lambda p, g, _: held(carried(g, fmt), p, fmt))
+    return with_gradient(lambda p: p.astype(mx.float32), lambda p, g, _: cast_weight_grad(carried(g, fmt), p, fmt))
 
 
 @cache
 def _biasing(compute: Format, fmt: Format) -> Any:
     """Rounds a bias to compute, in fp32: a cast to bf16 would round the sum of its gradients once more."""
     return with_gradient(
-        lambda p: carried(p.astype(mx.float32), compute), lambda p, g, _: held(carried(g, fmt), p, fmt)
+        lambda p: carried(p.astype(mx.float32), compute), lambda p, g, _: cast_weight_grad(carried(g, fmt), p, fmt)
     )
 
 
@@ -315,7 +328,7 @@ def _narrow_attention(q: mx.array, k: mx.array, v: mx.array, casts: Casts) -> mx
     positions = mx.arange(q.shape[-2])
     future = positions[:, None] < positions[None, :]
     scores = mx.where(future, -mx.inf, scores)
-    return rounded(softmax(scores, casts) @ v, casts)
+    return round_to_compute(softmax(scores, casts) @ v, casts)
 
 
 def _word(dtype: mx.Dtype) -> str:

@@ -1,20 +1,20 @@
-"""Matmul micro-benchmarks in MLX, inside a time budget (core.measure); dtypes.pin_matmuls switches TF32 off.
+"""Matmul micro-benchmarks in MLX, within a time budget (core.arrays.measure).
 
-MLX is lazy, so each product goes to the device as soon as it exists, and evaluating the last one waits for all.
+TF32 is switched off by dtypes.pin_matmuls. MLX is lazy, so each product goes to the device as soon as it exists,
+and evaluating the last one waits for all.
 """
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map
 
 from halfstep.config.model import ModelConfig
-from halfstep.core.choice import Shape, Timing
-from halfstep.core.formats import FP32, Format
-from halfstep.core.ladder import Clock, Run, climb
-from halfstep.core.measure import (
+from halfstep.core.arrays.ladder import Clock, Run, climb
+from halfstep.core.arrays.measure import (
     ACCELERATOR_SHAPES,
     BUDGET,
     CPU_SHAPES,
@@ -25,11 +25,13 @@ from halfstep.core.measure import (
     halved,
     time_blocks,
 )
+from halfstep.core.choice import Shape, Timing
+from halfstep.core.formats import FP32, Format
 from halfstep.core.precision import Precision
 from halfstep.core.refusal import check_measurable
-from halfstep.mlx.dtypes import as_device, describe, dtype_of, pin_matmuls, supported, version
 from halfstep.mlx.layers import Layer
 from halfstep.mlx.model import Block, rope_tables
+from halfstep.mlx.numerics.dtypes import as_device, describe, dtype_of, pin_matmuls, supported, version
 
 __all__ = ["FORMATS", "describe", "devices", "measure", "measure_block", "supported", "version"]
 
@@ -75,12 +77,9 @@ def measure_block(
     formats = list(formats)
     matmuls = measure(device, formats, budget=budget * MATMUL_SHARE, clock=clock)
     bench, limits = _Bench(device), block_limits(matmuls, formats)
-    shapes = [(count, model.width, model.size_of_mlp) for count in halved(tokens)]
     state: Any = mx.random.state
     high, low = state[0].tolist()  # the first weights of a block are drawn from it
-    blocks = time_blocks(
-        lambda fmt, count: bench.start_block(fmt, model, count), limits, shapes, budget=budget, clock=clock
-    )
+    blocks = time_blocks(bench.start_block, limits, model, halved(tokens), budget=budget, clock=clock)
     mx.random.seed((high << 32) | low)
     return [*matmuls, *blocks]
 
@@ -95,7 +94,7 @@ class _Bench:
         with mx.stream(self.device):
             a, b = self._random((m, k), fmt), self._random((n, k), fmt)
             mx.eval(a, b)
-        return self._repeat(_plain(a, b.T))
+        return self._repeat(partial(mx.matmul, a, b.T))
 
     def start_block(self, fmt: Format, model: ModelConfig, tokens: int) -> Run:
         context = min(model.context, tokens)
@@ -132,7 +131,3 @@ class _Bench:
     def _random(self, shape: Sequence[int], fmt: Format) -> mx.array:
         self.key, key = mx.random.split(self.key)
         return mx.random.normal(shape, key=key).astype(dtype_of(fmt))
-
-
-def _plain(a: mx.array, b: mx.array) -> Callable[[], mx.array]:
-    return lambda: a @ b

@@ -24,14 +24,15 @@ from halfstep.mlx.layers import (
     attention,
     cross_entropy,
     embedding,
-    enter,
     linear,
-    owned,
+    parameter_to_compute,
     plus,
     rms_norm,
     rotate,
-    rounded,
+    round_to_compute,
     times,
+    to_compute,
+    with_weight_grad_format,
 )
 
 
@@ -66,8 +67,8 @@ class Decoder(Layer):
         for layer, block in enumerate(self.blocks):
             source = config.skip_into(layer)
             if self.skip_weights is not None and source is not None:
-                weight_D = enter(owned(self.skip_weights, casts)[source], casts)
-                x_BTD = rounded(x_BTD + times(skips[source], weight_D, casts), casts)
+                weight_D = to_compute(with_weight_grad_format(self.skip_weights, casts)[source], casts)
+                x_BTD = round_to_compute(x_BTD + times(skips[source], weight_D, casts), casts)
             through = checkpoint(block) if self.recompute else block
             x_BTD, values = through(x_BTD, x0_BTD, first_values, angles)
             first_values = values if first_values is None else first_values
@@ -119,18 +120,18 @@ class Block(Layer):
         """Returns the stream after the block, and the values of its attention."""
         casts = self.casts
         if self.residual_mix is not None:
-            mix = enter(owned(self.residual_mix, casts), casts)
-            x_BTD = rounded(times(x_BTD, mix[0], casts) + times(x0_BTD, mix[1], casts), casts)
+            mix = parameter_to_compute(self.residual_mix, casts)
+            x_BTD = round_to_compute(times(x_BTD, mix[0], casts) + times(x0_BTD, mix[1], casts), casts)
         y_BTD, values = self.attn(self.attn_norm(x_BTD), first_values, angles)
         x_BTD = self._add(x_BTD, y_BTD, self.attn_scale)
         return self._add(x_BTD, self.mlp(self.mlp_norm(x_BTD)), self.mlp_scale), values
 
     def _add(self, x_BTD: mx.array, y_BTD: mx.array, scale_D: mx.array | None) -> mx.array:
         casts = self.casts
-        y_BTD = enter(y_BTD, casts)
+        y_BTD = to_compute(y_BTD, casts)
         if scale_D is not None:
-            y_BTD = times(y_BTD, enter(owned(scale_D, casts), casts), casts)
-        return rounded(enter(x_BTD, casts) + y_BTD, casts)
+            y_BTD = times(y_BTD, parameter_to_compute(scale_D, casts), casts)
+        return round_to_compute(to_compute(x_BTD, casts) + y_BTD, casts)
 
 
 class Attention(Layer):
@@ -157,14 +158,16 @@ class Attention(Layer):
         q_BHTK, k_BHTK, v_BHTK = (self._heads(layer(x_BTD)) for layer in (self.q, self.k, self.v))
         values = v_BHTK
         if self.value_mix is not None and first_values is not None:
-            mix = enter(owned(self.value_mix, casts), casts)
-            v_BHTK = rounded(v_BHTK + times(rounded(first_values - v_BHTK, casts), mix, casts), casts)
+            mix = parameter_to_compute(self.value_mix, casts)
+            v_BHTK = round_to_compute(
+                v_BHTK + times(round_to_compute(first_values - v_BHTK, casts), mix, casts), casts
+            )
         if self.q_norm is not None and self.k_norm is not None:
             q_BHTK, k_BHTK = self.q_norm(q_BHTK), self.k_norm(k_BHTK)
         if self.config.positions == "rotary":
             q_BHTK, k_BHTK = rotate(q_BHTK, *angles, casts), rotate(k_BHTK, *angles, casts)
         if self.q_gain is not None:
-            q_BHTK = times(q_BHTK, enter(owned(self.q_gain, casts), casts)[:, None, None], casts)
+            q_BHTK = times(q_BHTK, parameter_to_compute(self.q_gain, casts)[:, None, None], casts)
         y_BHTK = attention(q_BHTK, k_BHTK, v_BHTK, casts)
         return self.o(y_BHTK.swapaxes(1, 2).flatten(2)), values
 
@@ -184,13 +187,15 @@ class MLP(Layer):
 
     def __call__(self, x_BTD: mx.array) -> mx.array:
         casts = self.casts
-        hidden = enter(self.up(x_BTD), casts)
+        hidden = to_compute(self.up(x_BTD), casts)
         if self.gate is not None:
-            hidden = rounded(enter(_silu(enter(self.gate(x_BTD), casts)), casts) * hidden, casts)
+            hidden = round_to_compute(
+                to_compute(_silu(to_compute(self.gate(x_BTD), casts)), casts) * hidden, casts
+            )
         elif self.kind == "relu2":
-            hidden = rounded(mx.maximum(hidden, 0).square(), casts)
+            hidden = round_to_compute(mx.maximum(hidden, 0).square(), casts)
         else:
-            hidden = enter(_gelu(hidden) if self.kind == "gelu" else _gelu_exact(hidden), casts)
+            hidden = to_compute(_gelu(hidden) if self.kind == "gelu" else _gelu_exact(hidden), casts)
         return self.down(hidden)
 
 
@@ -206,7 +211,7 @@ class Embedding(Layer):
 
     def rows(self, count: int) -> mx.array:
         """Returns the first rows, for positions."""
-        return enter(owned(self.weight, self.casts)[:count], self.casts)
+        return to_compute(with_weight_grad_format(self.weight, self.casts)[:count], self.casts)
 
 
 class Head(Matmul):
@@ -217,7 +222,9 @@ class Head(Matmul):
         self.weight = None if config.tied else mx.zeros((config.vocabulary, config.width))
 
     def __call__(self, x_BTD: mx.array, tied: mx.array) -> mx.array:
-        return linear(self.arrived(x_BTD), tied if self.weight is None else self.weight, None, self.casts)
+        return linear(
+            self.check_activation_dtype(x_BTD), tied if self.weight is None else self.weight, None, self.casts
+        )
 
 
 class HeadNorm(Layer):
@@ -229,7 +236,7 @@ class HeadNorm(Layer):
         self.weight = _maybe(config.qk_norm == "gain", config.size_of_head)
 
     def __call__(self, x_BHTK: mx.array) -> mx.array:
-        return rms_norm(self.arrived(x_BHTK), self.weight, self.casts, self.eps)
+        return rms_norm(self.check_activation_dtype(x_BHTK), self.weight, self.casts, self.eps)
 
 
 def rope_tables(config: ModelConfig) -> tuple[mx.array, mx.array]:

@@ -9,31 +9,30 @@ import numpy as np
 from mlx.optimizers import MultiOptimizer
 from numpy.typing import NDArray
 
-from halfstep.config.carry_over import carry_over
 from halfstep.config.groups import moments, parameter_groups
 from halfstep.config.model import reach
 from halfstep.config.policy_schedule import check_later
 from halfstep.config.run import OptimizerConfig, RunConfig
-from halfstep.config.weights import Weights, initial_weights
+from halfstep.config.weights import Weights, carry_over, initial_weights
 from halfstep.core.audit.cause import Cause
 from halfstep.core.averages import pop_from_state
 from halfstep.core.observed import LayerInfo, Sample
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
 from halfstep.core.state_format import Snapshot, Stored
-from halfstep.mlx import memory
-from halfstep.mlx.apply import apply, check_policy
-from halfstep.mlx.dtypes import as_device, describe
+from halfstep.mlx.convert.apply import apply, check_policy
+from halfstep.mlx.instruments.collect.updates import UpdateNumbers
+from halfstep.mlx.instruments.monitor import NEVER, Unread
 from halfstep.mlx.measure import devices
 from halfstep.mlx.model import Decoder
-from halfstep.mlx.observe.monitor import Monitor, Unread
-from halfstep.mlx.observe.updates import UpdateNumbers
+from halfstep.mlx.numerics import memory
+from halfstep.mlx.numerics.dtypes import as_device, describe
 from halfstep.mlx.optim.optimizers import AdamW, Muon, Optimizer
-from halfstep.mlx.parallel.job import joined
-from halfstep.mlx.run.checks import resolve_compile
-from halfstep.mlx.run.nonfinite import bad_weight, in_pass
+from halfstep.mlx.parallel.job import ranks_of_job
+from halfstep.mlx.run import Run
 from halfstep.mlx.state import load_weights, restored, stored
-from halfstep.mlx.step import Run, StepResult
+from halfstep.mlx.update.checks import resolve_compile
+from halfstep.mlx.update.step import StepResult
 
 Tokens = NDArray[np.int32]
 # (updates applied so far, array namespace) -> what the learning rates are multiplied by, on the device
@@ -91,7 +90,7 @@ class Session:
                 seed=config.seed,
                 ema=config.training.ema,
                 compile=resolve_compile(bool(config.training.compile)),
-                ranks=None if self.schedule is None else joined(),  # what does not train needs no others
+                ranks=None if self.schedule is None else ranks_of_job(),  # to evaluate, one is enough
             )
         self._moments = names_in_state(config)
         self._rates = [optimizer.learning_rate for optimizer in self.run.optimizers]
@@ -132,7 +131,8 @@ class Session:
         return {name: float(getattr(result, name).item()) for name in names}
 
     def check(self, result: StepResult, micro_batches: Tokens) -> None:
-        self.run.check(result, str(self.blame(micro_batches)))
+        with mx.stream(self.device):
+            self.run.check(result, _sum_and_count, [mx.array(tokens) for tokens in micro_batches])
 
     def device_time(self, result: StepResult) -> tuple[float, float | None] | None:
         return None
@@ -146,7 +146,7 @@ class Session:
         count, averaged = 0, averaged and self.run.averages is not None
         used = self.run.averaged() if averaged else nullcontext()
         formats = self.run.evaluation(self.model.module_names())
-        with mx.stream(self.device), used, formats, self.run.masters.in_use():
+        with mx.stream(self.device), used, formats, self.run.masters.swap_in():
             for batch in batches:
                 loss, tokens = _sum_and_count(self.model, mx.array(batch))
                 mx.async_eval(loss)
@@ -155,7 +155,7 @@ class Session:
         return sum(float(np.array(loss)) for loss in losses), count
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        with mx.stream(self.device), self.run.masters.in_use():
+        with mx.stream(self.device), self.run.masters.swap_in():
             window = mx.array([list(tokens[-self.config.model.context :])])
             return np.array(self.model.capped(self.model(window)[0, -1]))
 
@@ -174,27 +174,12 @@ class Session:
         return None
 
     def blame(self, micro_batches: Tokens, scale: float | None = None) -> Cause:
-        """Finds the layer that made a step not finite by running it again; without a monitor, only the pass."""
-        factor = 1.0 if scale is None else scale / float(np.array(self.run.scalars["scale"]))
-
-        def scaled(model: Decoder, tokens: mx.array) -> tuple[mx.array, Any]:
-            loss, count = _sum_and_count(model, tokens)
-            return loss * factor, count
-
         with mx.stream(self.device):
-            with self.run.masters.in_use():
-                cause = bad_weight(self.model.named_parameters())
-                batches = [mx.array(tokens) for tokens in micro_batches]
-                losses = [_sum_and_count(self.model, tokens)[0] for tokens in batches]
-            monitor: Monitor | None = getattr(self, "_monitor", None)
-            for number, (tokens, loss) in enumerate(zip(batches, losses, strict=True)):
-                met = [] if monitor is None else monitor.met(scaled, tokens)
-                cause = cause or in_pass(loss, met, number)
-        return cause or Cause("backward", "the loss is finite, a gradient is not")
+            return self.run.blame(_sum_and_count, [mx.array(tokens) for tokens in micro_batches], scale)
 
     def watch(self, slice: int) -> list[LayerInfo]:
         with mx.stream(self.device):
-            self._monitor = self.run.monitor(slice)
+            self._monitor = self.run.monitor(NEVER, slice)
         return self._monitor.layers
 
     def layer_numbers(self) -> Unread:
@@ -239,8 +224,8 @@ class Session:
     def capacity(self) -> int | None:
         return memory.capacity(self.device)
 
-    def ran_out(self, error: BaseException) -> bool:
-        return memory.ran_out(error)
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        return memory.is_out_of_memory(error)
 
 
 def build_optimizers(model: Decoder, config: OptimizerConfig) -> Optimizer:

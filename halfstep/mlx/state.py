@@ -16,11 +16,11 @@ import numpy as np
 
 from halfstep.core import state_format
 from halfstep.core.averages import PREFIX, to_state
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import StateError
 from halfstep.core.scaling import Scale, ScaleState, saved_scale
 from halfstep.core.state_format import Description, Stored, check_same, find_dtype
-from halfstep.mlx.apply import Place
-from halfstep.mlx.cast import join
+from halfstep.mlx.convert.places import Place
+from halfstep.mlx.numerics.cast import join
 from halfstep.mlx.optim.masters import Masters
 
 # For each dtype its name in a safetensors header, and the numpy dtype that carries the bytes.
@@ -54,7 +54,7 @@ def state_of(live: Live) -> dict[str, mx.array]:
 def load_state(live: Live, given: Mapping[str, mx.array], law: Scale) -> None:
     """Restores a state, bit for bit. One of another model, optimizer or precision is refused whole."""
     if not (isinstance(given, Mapping) and all(isinstance(array, mx.array) for array in given.values())):
-        raise HalfstepError(
+        raise StateError(
             "the state must be a dict of MLX's arrays by name, and is not",
             hint="run.load_state_dict(mx.load(file)) reads what mx.save_safetensors wrote of run.state_dict()",
         )
@@ -82,7 +82,7 @@ def load_weights(masters: Masters, given: Mapping[str, mx.array]) -> None:
         hi, lo = given[f"model.{name}"], given.get(f"remainder.{name}")
         wide[name] = hi.astype(mx.float32) if lo is None else join(hi, lo)
         if wide[name].shape != place.array.shape:
-            raise HalfstepError(
+            raise StateError(
                 f"`{name}` has the shape {hi.shape} in the checkpoint and {place.array.shape} in the model",
                 hint="load it with the model it was saved with",
             )

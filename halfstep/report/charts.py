@@ -105,9 +105,9 @@ def why_unscaled(policy: Policy) -> str:
     ]
     wide = sorted({str(fmt) for fmt in operands if not is_narrow(fmt)} - {"fp32"})
     narrow = sorted({str(fmt) for fmt in operands if is_narrow(fmt)})
-    parts = [f"{_listed(wide)} {'has' if len(wide) == 1 else 'have'} fp32's range" if wide else ""]
+    parts = [f"{_list_words(wide)} {'has' if len(wide) == 1 else 'have'} fp32's range" if wide else ""]
     if narrow:
-        parts.append(f"{_listed(narrow)} operands have their own scales")
+        parts.append(f"{_list_words(narrow)} operands have their own scales")
     reasons = " and ".join(part for part in parts if part)
     return f"No loss scale: {reasons or 'everything is computed in fp32, where no gradient is lost to range'}."
 
@@ -250,5 +250,5 @@ def _was(amount: int) -> str:
     return "was" if amount == 1 else "were"
 
 
-def _listed(names: list[str]) -> str:
+def _list_words(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -59,12 +59,12 @@ def evidence(result: Comparison) -> list[Row]:
         rows.append(("peak memory", f"{size(a.memory)} ({a.memory / b.memory:.2f} times)", size(b.memory)))
     if result.curves is not None:
         rows.append(("first step where losses differ at all", _step(result.first_difference, "none"), ""))
-        rows.append(("first step that seeds do not explain", parted(result), ""))
-    rows += [(key, _shown(one), _shown(other)) for key, one, other in result.settings]
+        rows.append(("first step that seeds do not explain", describe_divergence(result), ""))
+    rows += [(key, _format_value(one), _format_value(other)) for key, one, other in result.settings]
     return rows
 
 
-def parted(result: Comparison) -> str:
+def describe_divergence(result: Comparison) -> str:
     """Says where the curves part."""
     parting = result.parting
     if result.parting_unknown:
@@ -106,7 +106,7 @@ def charts(result: Comparison) -> list[Chart]:
 
 
 def _means(result: Comparison, a: Curves, b: Curves) -> Chart:
-    means = {side.name: _over_runs(curves) for side, curves in ((result.a, a), (result.b, b))}
+    means = {side.name: _join_runs(curves) for side, curves in ((result.a, a), (result.b, b))}
     looks: tuple[Look, ...] = ("main", "held-out")
     lines = [Line(name, look, series) for (name, series), look in zip(means.items(), looks, strict=False)]
     ends = "; ".join(f"{name} ends at {plain(float(series.values[-1]))}" for name, series in means.items())
@@ -135,7 +135,7 @@ def _mark(result: Comparison) -> tuple[Line, ...]:
     return (Line("parting", "event", Series([parting.step], [math.nan]), (f"parts in the {parting.name}",)),)
 
 
-def _over_runs(curves: Curves) -> Series:
+def _join_runs(curves: Curves) -> Series:
     return Series(curves.steps, np.mean(curves.values, axis=0))
 
 
@@ -150,7 +150,7 @@ def _tiles(result: Comparison) -> list[dict[str, str]]:
     if result.curves is not None:
         step = "none" if result.parting is None else f"step {result.parting.step:,}"
         step = "unknown" if result.parting_unknown else step
-        tiles.append({"name": "curves part", "value": step, "note": parted(result)})
+        tiles.append({"name": "curves part", "value": step, "note": describe_divergence(result)})
     if a.tokens_per_second and b.tokens_per_second:
         value = f"{a.tokens_per_second / b.tokens_per_second:.2f} times"
         note = f"{count(a.tokens_per_second)} against {count(b.tokens_per_second)} tokens per second"
@@ -183,5 +183,5 @@ def _step(step: int | None, otherwise: str) -> str:
     return otherwise if step is None else f"{step:,}"
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

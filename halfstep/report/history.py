@@ -17,7 +17,7 @@ import numpy as np
 
 from halfstep import __version__
 from halfstep.config.schema import build
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import RunFolderError
 from halfstep.report.layer_history import LayerHistory
 from halfstep.report.number_format import number
 from halfstep.report.series import Series
@@ -175,7 +175,7 @@ class History:
     def finish(self) -> "History":
         """Puts all in order after the last event; refuses events without a start."""
         if not self.sessions:
-            raise HalfstepError(
+            raise RunFolderError(
                 "there is no `start` among the events: no run was started here",
                 hint="give the events.jsonl of a run's folder, as written by `halfstep train`",
             )
@@ -259,7 +259,7 @@ def _release(version: Any) -> tuple[int, ...]:
 
 def _refuse_newer(version: Any) -> None:
     if is_newer(version):
-        raise HalfstepError(
+        raise RunFolderError(
             f"halfstep {version} wrote this run, and this is halfstep {__version__}, which may misread it",
             hint="use the halfstep that wrote it, or update yours",
         )

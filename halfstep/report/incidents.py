@@ -141,17 +141,17 @@ class IncidentReader:
             case "step":
                 self._step = step
             case "checkpoint":
-                self._saved(step, event)
+                self._take_checkpoint(step, event)
             case "skip":
                 self._skip(step, event)
             case "not_finite":
-                self._streak("not_finite", step, event, _with_data("the gradients were finite", event))
+                self._streak("not_finite", step, event, _add_places("the gradients were finite", event))
             case "spike":
                 self._streak("spike", step, event, _spike(event))
             case "low_scale":
                 self._row("low_scale", step, event, message)
             case "cause":
-                self._row("cause", step, event, _with_data(message, event))
+                self._row("cause", step, event, _add_places(message, event))
             case "rollback":
                 self._row("rollback", step, event, message)
                 self._step = _whole(event.get("to"), self._step)
@@ -182,7 +182,7 @@ class IncidentReader:
         self._open = {key: row for key, row in self._open.items() if row.kind == "warning"}
         self._running = True
 
-    def _saved(self, step: int, event: Event) -> None:
+    def _take_checkpoint(self, step: int, event: Event) -> None:
         self._newest = step
         failed = self._open.pop(("save_failed", ""), None)
         if failed is not None:
@@ -197,7 +197,7 @@ class IncidentReader:
             return
         norm = plain(number(event.get("grad_norm")))
         self._streak(
-            "skip", step, event, _with_data(f"the loss was {plain(loss)}, the gradient norm {norm}", event)
+            "skip", step, event, _add_places(f"the loss was {plain(loss)}, the gradient norm {norm}", event)
         )
 
     def _streak(self, kind: str, step: int, event: Event, details: str) -> None:
@@ -233,10 +233,10 @@ def _stop(step: int, event: Event) -> str:
 
 def _spike(event: Event) -> str:
     loss, median = (plain(number(event.get(name))) for name in ("loss", "median"))
-    return _with_data(f"the loss was {loss}, the median of those before it {median}", event)
+    return _add_places(f"the loss was {loss}, the median of those before it {median}", event)
 
 
-def _with_data(details: str, event: Event) -> str:
+def _add_places(details: str, event: Event) -> str:
     """Adds where the data of an update begins: the places in the first file, and how many more there are."""
     places = list(_places(event.get("where")))
     if not places:

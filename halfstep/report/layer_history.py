@@ -158,7 +158,7 @@ Part = TypeVar("Part", Column, Distribution)
 
 
 def coarse(parts: Sequence[Part], most: int) -> list[Part]:
-    """Returns at most so many parts, in the order of steps; all of them if there are no more."""
+    """Merges neighbors until there are at most `most` parts, in the order of steps."""
     width, merged = 1, list(parts)
     while len(merged) > most:
         width *= 2

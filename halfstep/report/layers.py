@@ -49,7 +49,7 @@ def figures(history: LayerHistory) -> LayerFigures | None:
     columns = coarse(history.columns, max(16, min(COLUMNS, CELLS // (len(VIEWS) * len(history.layers)))))
     formats = {role: [layer.formats.get(role, "") for layer in history.layers] for role in ROLES}
     named = {*COMPARED, *(f for written in formats.values() for f in map(own_format, written) if f is not None)}
-    values = _stacked(columns, len(history.layers))
+    values = _stack_columns(columns, len(history.layers))
     samples = coarse(history.samples, max(2, _most_samples(history)))
     data = {
         "names": [layer.name for layer in history.layers],
@@ -99,7 +99,7 @@ def _range(fmt: Format) -> dict[str, float]:
     }
 
 
-def _stacked(columns: list[Column], layers: int) -> NDArray[np.float32]:
+def _stack_columns(columns: list[Column], layers: int) -> NDArray[np.float32]:
     """Returns (views, layers, columns)."""
     stack = np.full((len(VIEWS), layers, len(columns)), np.nan, np.float32)
     for place, column in enumerate(columns):
@@ -179,7 +179,7 @@ def _headroom(history: LayerHistory, columns: list[Column], values: NDArray[np.f
         if known.any():
             row, place = np.unravel_index(np.where(known, room, np.inf).argmin(), room.shape)
             layer, least = history.layers[row], round(float(room[row, place]), 1)
-            where = f"at `{layer.name}`, {_when(columns[place])}."
+            where = f"at `{layer.name}`, {_describe_steps(columns[place])}."
             if least >= 0:
                 said = f"The least headroom of {ROLES[role]}: {plain(least)} bits in {layer.formats[role]}"
             else:
@@ -189,7 +189,7 @@ def _headroom(history: LayerHistory, columns: list[Column], values: NDArray[np.f
             worst = np.unravel_index(np.nanargmax(overflow), overflow.shape)
             sentences.append(
                 f"Up to {percent(float(overflow[worst]))} of the {ROLES[role]} of "
-                f"`{history.layers[worst[0]].name}` overflowed, {_when(columns[worst[1]])}."
+                f"`{history.layers[worst[0]].name}` overflowed, {_describe_steps(columns[worst[1]])}."
             )
     return " ".join(sentences)
 
@@ -205,12 +205,12 @@ def _updates(history: LayerHistory, columns: list[Column], values: NDArray[np.fl
     ever = int((np.nan_to_num(lost).max(axis=1) > 0.01).sum())
     name = history.layers[row].name
     return (
-        f"The most updates were lost at `{name}`: {percent(worst)}, {_when(columns[place])}. "
+        f"The most updates were lost at `{name}`: {percent(worst)}, {_describe_steps(columns[place])}. "
         f"{ever or 'None'} of {plural(len(history.layers), 'layer')} lost more than 1 % at some time."
     )
 
 
-def _when(column: Column) -> str:
+def _describe_steps(column: Column) -> str:
     if column.last - column.after <= 1:
         return f"at step {column.last:,}"
     return f"in steps {column.after + 1:,} to {column.last:,}"

@@ -35,7 +35,7 @@ def count(value: float, digits: int = 3) -> str:
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         # 999,950 is 1M, not 1,000k: the unit is chosen after rounding.
         if float(f"{abs(value):.{digits}g}") >= size:
-            return f"{_fixed(value / size, digits)}{letter}"
+            return f"{_format_digits(value / size, digits)}{letter}"
     return plain(value, digits)
 
 
@@ -50,7 +50,7 @@ def size(value: float) -> str:
         return _not_finite(value)
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if abs(value) >= 1024**power:
-            return f"{_fixed(value / 1024**power, 3)} {unit}"
+            return f"{_format_digits(value / 1024**power, 3)} {unit}"
     return f"{value:.0f} B"
 
 
@@ -97,7 +97,7 @@ def power_of_two(value: float) -> str:
     return f"{plain(value)} (2^{exponent})" if abs(exponent) > 3 else plain(value)
 
 
-def _fixed(value: float, digits: int) -> str:
+def _format_digits(value: float, digits: int) -> str:
     """`124`, `1.5`, `1023`: significant digits, or a whole number if it has more; no trailing zeros."""
     return f"{value:.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
 

@@ -17,8 +17,7 @@ from halfstep.report.findings import SEVERITIES, findings
 from halfstep.report.history import Event, History, nested, read_changes
 from halfstep.report.incidents import IncidentReader
 from halfstep.report.layers import LayerFigures, figures
-from halfstep.report.precision import describe_policies, read_policy, starting_warnings
-from halfstep.report.settings import command, settings
+from halfstep.report.settings import command, describe_policies, read_policy, settings, starting_warnings
 from halfstep.report.shadows import shadows
 from halfstep.report.template import fill
 from halfstep.report.time_breakdown import time_breakdown

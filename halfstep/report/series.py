@@ -76,7 +76,7 @@ def smooth(series: Series) -> Series:
 def as_data(series: Series, limit: int = LIMIT) -> dict[str, list[int] | list[float | None]]:
     """Returns `x` and `y` for JSON, null for a gap."""
     short = downsample(series, limit)
-    return {"x": [int(step) for step in short.steps], "y": [_rounded(float(value)) for value in short.values]}
+    return {"x": [int(step) for step in short.steps], "y": [_round_digits(float(value)) for value in short.values]}
 
 
 def _extremes(values: NDArray[np.float64], finite: NDArray[np.bool_], offset: int) -> set[int]:
@@ -91,7 +91,7 @@ def _extremes(values: NDArray[np.float64], finite: NDArray[np.bool_], offset: in
     return kept
 
 
-def _rounded(value: float) -> float | None:
+def _round_digits(value: float) -> float | None:
     if not math.isfinite(value):
         return None
     short = float(f"{value:.{_DIGITS}g}")

@@ -101,7 +101,7 @@ class StepHistory:
             else:
                 every = np.concatenate([self._even, self._peaks, fresh])
                 _, places = np.unique(every[:, 0], return_index=True)
-                self._cached = every[places], np.concatenate([self._even, self._on_stride(fresh)])
+                self._cached = every[places], np.concatenate([self._even, self._select_stride(fresh)])
         return self._cached
 
     def _select(self) -> None:
@@ -111,15 +111,15 @@ class StepHistory:
         while len(self._peaks) > self._limit:
             self._width *= 2
             self._peaks = _extremes(self._peaks, self._width)
-        self._even = np.concatenate([self._even, self._on_stride(rows)])
+        self._even = np.concatenate([self._even, self._select_stride(rows)])
         while len(self._even) >= self._limit:
             self._stride *= 2
-            self._even = self._on_stride(self._even)
+            self._even = self._select_stride(self._even)
 
     def _copy(self) -> Rows:
         return np.array(self._fresh, dtype=np.float64).reshape(-1, _WIDTH)
 
-    def _on_stride(self, rows: Rows) -> Rows:
+    def _select_stride(self, rows: Rows) -> Rows:
         chosen: Rows = rows[(rows[:, 0] - 1) % self._stride == 0]
         return chosen
 

@@ -126,20 +126,20 @@ def tiles(history: History) -> list[Tile]:
 
 def bits_per_byte(history: History) -> float | None:
     """Returns the last score of held-out text in bits per byte; None if there is none."""
-    return _at_end(history, "bits_per_byte", _last_evaluation(history, "bits_per_byte"))
+    return _value_at_end(history, "bits_per_byte", _last_evaluation(history, "bits_per_byte"))
 
 
 def validation_loss(history: History) -> float | None:
     """Returns the last loss on held-out text."""
-    return _at_end(history, "validation_loss", _last_evaluation(history, "loss"))
+    return _value_at_end(history, "validation_loss", _last_evaluation(history, "loss"))
 
 
 def training_loss(history: History) -> float | None:
     """Returns the loss of the last step."""
-    return _at_end(history, "loss", history.steps.latest("loss"))
+    return _value_at_end(history, "loss", history.steps.latest("loss"))
 
 
-def _at_end(history: History, name: str, otherwise: float | None) -> float | None:
+def _value_at_end(history: History, name: str, otherwise: float | None) -> float | None:
     """Returns what the end recorded, or else the last event; a NaN is reported as such, not passed over."""
     recorded = (history.end or {}).get(name)
     return otherwise if recorded is None else number(recorded)

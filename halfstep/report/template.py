@@ -16,7 +16,7 @@ from halfstep.report import number_format
 
 def fill(name: str, **values: Any) -> str:
     """Returns the template of that name, filled with values."""
-    return _environment().get_template(name).render(values)
+    return environment().get_template(name).render(values)
 
 
 def with_code(text: str) -> Markup:
@@ -41,8 +41,9 @@ def tint(value: Value) -> str:
 
 
 @cache
-def _environment() -> Environment:
-    environment = Environment(
+def environment() -> Environment:
+    """Returns the templates of the reports with their filters."""
+    made = Environment(
         loader=PackageLoader("halfstep.report"),
         autoescape=True,
         finalize=lambda value: printable(value, lines=True) if isinstance(value, str) else value,
@@ -51,9 +52,9 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     names = ("count", "duration", "moment", "number", "occasions", "percent", "plural", "size")
-    environment.filters.update({name: getattr(number_format, name) for name in names})
+    made.filters.update({name: getattr(number_format, name) for name in names})
     # The quotes around a digest are part of it.
-    environment.filters.update(code=with_code, csp_hash=lambda content: Markup(content_hash(content)))
-    environment.filters.update(print_value=print_value, tint=tint)
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    return environment
+    made.filters.update(code=with_code, csp_hash=lambda content: Markup(content_hash(content)))
+    made.filters.update(print_value=print_value, tint=tint)
+    made.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return made

@@ -10,7 +10,7 @@ from typing import Any
 
 from halfstep.report.history import History, nested
 from halfstep.report.number_format import count, number, percent
-from halfstep.training.telemetry.ceiling import in_flops
+from halfstep.training.telemetry.meters import format_flops
 
 # (the name of a part, its color's class, what it is), in the order of the bar.
 PARTS = (
@@ -51,7 +51,7 @@ class TimeBreakdown:
 
 def time_breakdown(history: History) -> TimeBreakdown | None:
     """Returns where the time went; None if no session recorded its totals."""
-    outcomes = _with_totals(history)
+    outcomes = _outcomes_with_totals(history)
     spent = _sum([outcome["spent"] for outcome in outcomes])
     wall = sum(spent.values())
     if not wall > 0:
@@ -69,14 +69,14 @@ def utilization(history: History) -> tuple[float, str] | None:
 
     Each session has its own ceiling: a run may move to another device, or continue in another precision.
     """
-    sessions = _utilized(history)
+    sessions = _utilized_sessions(history)
     if not sessions:
         return None
     used = sum(mfu * possible for mfu, possible, _ in sessions) / sum(possible for _, possible, _ in sessions)
     return used, f"{_ceilings(sessions, '')}, measured"
 
 
-def _utilized(history: History) -> list[tuple[float, float, Mapping[str, Any]]]:
+def _utilized_sessions(history: History) -> list[tuple[float, float, Mapping[str, Any]]]:
     """Returns the utilization of each session, the FLOPs it could have done after its first step, its ceiling."""
     found = []
     for session in history.sessions:
@@ -92,7 +92,7 @@ def _utilized(history: History) -> list[tuple[float, float, Mapping[str, Any]]]:
 
 def _ceilings(sessions: list[tuple[float, float, Mapping[str, Any]]], basis: str) -> str:
     """Names each ceiling once, in order; `basis` is the key of what was measured, or empty."""
-    texts = [f"of {in_flops(c['flops'])}" + (f" ({c.get(basis)})" if basis else "") for _, _, c in sessions]
+    texts = [f"of {format_flops(c['flops'])}" + (f" ({c.get(basis)})" if basis else "") for _, _, c in sessions]
     return ", then ".join(dict.fromkeys(texts))
 
 
@@ -102,7 +102,7 @@ def _notes(history: History, outcomes: list[Mapping[str, Any]]) -> list[str]:
     used = utilization(history)
     if used is not None:
         notes.append(
-            f"Model FLOPs utilization is {percent(used[0])} {_ceilings(_utilized(history), 'told')}, "
+            f"Model FLOPs utilization is {percent(used[0])} {_ceilings(_utilized_sessions(history), 'told')}, "
             f"at {count(flops, 4)} FLOPs per token; first steps are left out."
         )
     elif ceiling is not None:
@@ -120,7 +120,7 @@ def _notes(history: History, outcomes: list[Mapping[str, Any]]) -> list[str]:
     return notes
 
 
-def _with_totals(history: History) -> list[Mapping[str, Any]]:
+def _outcomes_with_totals(history: History) -> list[Mapping[str, Any]]:
     outcomes = [session.outcome for session in history.sessions]
     return [o for o in outcomes if o is not None and isinstance(o.get("spent"), Mapping)]
 

@@ -1,4 +1,4 @@
-"""The page of `halfstep tune`: loss against cost of each policy that was compared, and what each module bears.
+"""The page of `halfstep tune`: loss against cost of each policy that was compared, and what each module tolerates.
 
 One file that needs nothing: no script, no font, no other file.
 """
@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 
 from halfstep.report.template import fill
-from halfstep.tools.tune.reasons import amount, judged, percent, share, summary
-from halfstep.tools.tune.rules import words
+from halfstep.tools.tune.reasons import describe_saving, describe_verdict, format_cost, percent, summary
+from halfstep.tools.tune.rules import describe_formats
 from halfstep.tools.tune.search import Option
 from halfstep.tools.tune.tune import Evaluation, Tuned
 
@@ -61,10 +61,10 @@ def html(tuned: Tuned) -> str:
         zero=axes.y(0),
         band=(axes.y(tuned.delta), axes.y(-tuned.delta)),
         ticks_y=[(axes.y(gap), f"{gap:+.3g}") for gap in (axes.lowest, 0.0, axes.highest)],
-        ticks_x=[(axes.x(cost), amount(cost, tuned.unit)) for cost in (axes.cheapest, axes.dearest)],
+        ticks_x=[(axes.x(cost), format_cost(cost, tuned.unit)) for cost in (axes.cheapest, axes.dearest)],
         picture=(LEFT, TOP, WIDTH, HEIGHT),
-        policies=[(each, share(tuned, each), judged(each)) for each in tuned.evaluations],
-        columns=[words(base, option.compute, option.grad) for option in options],
+        policies=[(each, describe_saving(tuned, each), describe_verdict(each)) for each in tuned.evaluations],
+        columns=[describe_formats(base, option.compute, option.grad) for option in options],
         modules=_modules(tuned),
     )
 
@@ -86,7 +86,7 @@ def _point(tuned: Tuned, each: Evaluation, axes: Axes) -> Point:
     low, high = each.verdict.interval90
     look = "chosen" if each is tuned.chosen else "met" if each.met else "missed"
     count = f"{len(each.modules)} of {len(tuned.rows)}"
-    sentence = f"{count} matmuls narrow: {judged(each)}; {share(tuned, each)}."
+    sentence = f"{count} matmuls narrow: {describe_verdict(each)}; {describe_saving(tuned, each)}."
     return Point(axes.x(each.cost), axes.y(each.verdict.mean), axes.y(low), axes.y(high), look, count, sentence)
 
 
@@ -97,5 +97,5 @@ def _modules(tuned: Tuned) -> list[tuple[str, str, list[tuple[str, float]]]]:
     for name, options in sorted(tuned.rows.items(), key=lambda row: -max(o.damage for o in row[1])):
         given = chosen.get(name, Option())
         losses = [(percent(o.damage), 100 * math.sqrt(min(o.damage, 1.0))) for o in options[1:]]
-        rows.append((name, words(base, given.compute, given.grad), losses))
+        rows.append((name, describe_formats(base, given.compute, given.grad), losses))
     return rows

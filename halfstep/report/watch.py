@@ -16,7 +16,7 @@ from pathlib import Path
 from socketserver import TCPServer
 from typing import Any
 
-from halfstep.core.errors import ConfigError, HalfstepError
+from halfstep.core.errors import HalfstepError, OptionError, RunFolderError
 from halfstep.report.page import Report
 from halfstep.training.paths import EVENTS
 from halfstep.training.telemetry.events import Follower
@@ -58,12 +58,12 @@ def record_of(folder: Path) -> Path:
     """Returns the record of the run in a folder; refuses a folder without one, and a link out of it."""
     record = folder / EVENTS
     if not record.exists():
-        raise ConfigError(
+        raise RunFolderError(
             f"`{folder}` holds no run that has started: it has no {EVENTS}",
             hint="name the folder of a run; `halfstep runs` lists them",
         )
     if record.resolve().parent != folder.resolve():
-        raise ConfigError(
+        raise RunFolderError(
             f"`{record}` is a link out of the folder, to `{record.resolve()}`", hint="name the folder of that run"
         )
     return record
@@ -82,7 +82,7 @@ class Server(ThreadingHTTPServer):
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
             reason = "it is in use" if error.errno == errno.EADDRINUSE else "it is reserved for administrators"
-            raise ConfigError(
+            raise OptionError(
                 f"port {port} is not free: {reason}", hint="leave --port out for one that is"
             ) from None
 

@@ -2,8 +2,8 @@
 
 A format loses little if nothing overflows, at most UNDERFLOW of the numbers become zero, and its noise is at most
 twice (ALLOWED dB) that of its own rounding on normally distributed numbers, 6.02 per mantissa bit + 13.5 dB
-(core/stats.py): then its range costs less than its precision does anyway. How much noise training bears is another
-question, which only a run in that format answers.
+(core/stats/what_if.py): then its range costs less than its precision does anyway. How much noise training
+tolerates is another question, which only a run in that format answers.
 """
 
 import math

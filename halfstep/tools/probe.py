@@ -1,8 +1,8 @@
 """Finds what this machine runs natively, how fast, and which precision to train in.
 
 For each backend and device: the hardware, what is supported and why, and the choice that `auto` makes there, by
-the same measurement (core.measure) of the same recipe. The answer depends on the backend: on one CPU a bf16 matmul
-took 290 times as long as an fp32 one in torch, and no longer in JAX.
+the same measurement (core.arrays.measure) of the same recipe. The answer depends on the backend: on one CPU a
+bf16 matmul took 290 times as long as an fp32 one in torch, and no longer in JAX.
 
 A backend is a module `halfstep.<name>.measure`, imported when needed, with FORMATS to ask about, version(),
 devices() (the one to train on first), describe(device), supported(fmt, device), measure(device, formats, *,
@@ -20,15 +20,29 @@ from typing import Any, get_args
 
 from halfstep.config.load import DEFAULT_RECIPE, load
 from halfstep.config.run import Backend, RunConfig
+from halfstep.core.arrays.ladder import ENOUGH
+from halfstep.core.arrays.measure import (
+    BUDGET,
+    CANDIDATES,
+    MATMUL_SHARE,
+    accelerator_shapes,
+    decide,
+    time_candidates,
+)
 from halfstep.core.choice import MIN_GAIN, Choice, Gain, Shape, Support, Timing, choose, gain
 from halfstep.core.devices import Device
-from halfstep.core.errors import HalfstepError, PolicyError, did_you_mean, how_to_install, one_of
+from halfstep.core.errors import (
+    MissingPackageError,
+    OptionError,
+    PolicyError,
+    did_you_mean,
+    how_to_install,
+    one_of,
+)
 from halfstep.core.formats import FP32, TF32, Format
-from halfstep.core.ladder import ENOUGH
-from halfstep.core.measure import BUDGET, CANDIDATES, MATMUL_SHARE, accelerator_shapes, decide, time_candidates
 from halfstep.core.policy import PRESETS, Policy, read
 from halfstep.core.roles import Operand, is_narrow
-from halfstep.training.telemetry.ceiling import Ceiling, recorded
+from halfstep.training.telemetry.meters import Ceiling, recorded
 
 Say = Callable[[str], None]
 
@@ -102,7 +116,7 @@ def run(
     modules = {name: _load(name) for name in names}
     absent = [module for module in modules.values() if isinstance(module, BackendResult)]
     if backends and absent:
-        raise HalfstepError(absent[0].missing, hint=absent[0].install)
+        raise MissingPackageError(absent[0].missing, hint=absent[0].install)
     config, budget = config or load(DEFAULT_RECIPE), _checked(budget)
     return ProbeResult(
         tuple(
@@ -231,7 +245,7 @@ def _measured(config: RunConfig, backend: str, device: str | None, budget: float
 def _load(name: str) -> Any:
     """Returns the module of a backend, or a result that says why there is none."""
     if name not in BACKENDS:
-        raise HalfstepError(
+        raise OptionError(
             f"unknown backend `{name}`; it may be {one_of(BACKENDS)}", hint=did_you_mean(name, BACKENDS)
         )
     if find_spec(name) is None:
@@ -242,13 +256,13 @@ def _load(name: str) -> Any:
 def _need(name: str) -> Any:
     module = _load(name)
     if isinstance(module, BackendResult):
-        raise HalfstepError(module.missing, hint=module.install)
+        raise MissingPackageError(module.missing, hint=module.install)
     return module
 
 
 def _checked(budget: float) -> float:
     if not 0 < budget <= 3600:
-        raise HalfstepError(
+        raise OptionError(
             f"the time budget is {budget:g} seconds; it must be above 0 and at most 3600",
             hint=f"{BUDGET:g} is usual",
         )

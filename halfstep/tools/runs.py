@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from halfstep.config.reading import open_regular
-from halfstep.core.errors import ConfigError, HalfstepError
+from halfstep.core.errors import HalfstepError, TargetError
 from halfstep.training.paths import CONFIG, EVENTS, LOCK
 from halfstep.training.run.folder import holds_run
-from halfstep.training.telemetry.events import begins, newest_first
+from halfstep.training.telemetry.events import line_starts, newest_first
 
 State = Literal["running", "finished", "stopped", "crashed", "unreadable"]
 
@@ -43,7 +43,7 @@ class RunState:
 def list_runs(folder: Path) -> list[RunState]:
     """Returns the runs directly below a folder, or the run that it is, those with the newest events first."""
     if not folder.is_dir():
-        raise ConfigError(
+        raise TargetError(
             f"there is no folder `{folder}`",
             hint="name the folder that holds the runs; `halfstep train` makes one",
         )
@@ -107,4 +107,4 @@ def is_locked(folder: Path) -> bool:
 
 
 def _last(events: Path, *kinds: str) -> dict[str, Any] | None:
-    return next(newest_first(events, begins(*kinds) or b""), None)
+    return next(newest_first(events, line_starts(*kinds) or b""), None)

@@ -1,4 +1,3 @@
-from .cast import quantize as quantize
 from .islands import CrossEntropyLoss as CrossEntropyLoss
 from .islands import LayerNorm as LayerNorm
 from .islands import RMSNorm as RMSNorm
@@ -13,8 +12,9 @@ from .layers import Norm as Norm
 from .layers import attention as attention
 from .layers import casts_for as casts_for
 from .layers import linear as linear
+from .numerics.cast import quantize as quantize
 from .optim.adamw import AdamW as AdamW
 from .optim.muon import Muon as Muon
-from .step import Run as Run
-from .step import StepResult as StepResult
-from .step import prepare as prepare
+from .run import Run as Run
+from .run import prepare as prepare
+from .update.step import StepResult as StepResult

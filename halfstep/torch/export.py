@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from halfstep.config.model import ModelConfig
 from halfstep.config.weights import Weights
-from halfstep.core.errors import HalfstepError
-from halfstep.torch.dtypes import as_device
+from halfstep.core.errors import StateError
 from halfstep.torch.measure import devices
 from halfstep.torch.model import Decoder
+from halfstep.torch.numerics.dtypes import as_device
 
 Forward = Callable[[NDArray[np.int64]], NDArray[np.float32]]
 
@@ -36,7 +36,7 @@ def open_transformers(folder: Path, device: str | None) -> Forward:
         if shown:
             logging.enable_progress_bar()
     if odd := [f"{kind}: {sorted(map(str, names))[0]}" for kind, names in info.items() if names]:
-        raise HalfstepError(f"transformers does not find the tensors it expects ({'; '.join(odd)})")
+        raise StateError(f"transformers does not find the tensors it expects ({'; '.join(odd)})")
     place = as_device(device or devices()[0])
     model = model.to(place).eval()
 

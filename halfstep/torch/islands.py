@@ -2,7 +2,7 @@
 
     softmax, layer_norm, rms_norm     fp32 inside, backward too; the result in the dtype of the input
     cross_entropy                     fp32 inside and out
-    linear_cross_entropy              of x W^T + b, whose logits nobody else sees
+    linear_cross_entropy              of x W^T + b, whose logits are not kept
 
 Under torch.compile too. `prepare` gives these modules the format of their role, as it does torch's own.
 """
@@ -14,23 +14,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import LossError
 from halfstep.torch import layers
+from halfstep.torch.convert.functions.mode import WATCHERS, scope_now
+from halfstep.torch.convert.functions.products import LINEAR
 from halfstep.torch.fp8.delayed import History
-from halfstep.torch.functions.mode import WATCHERS, scope_now
-from halfstep.torch.functions.products import LINEAR
 from halfstep.torch.layers import CastedLinear, casts_like, linear
-from halfstep.torch.losses import (
+from halfstep.torch.loss.plain import (
     REDUCTIONS,
     Terms,
     check_chunks,
     check_targets,
-    in_torch,
-    mean_of,
+    mean_loss,
     row_cross_entropy,
+    torch_row_losses,
 )
-from halfstep.torch.lowering import Casts, island
-from halfstep.torch.tracing import transforming
+from halfstep.torch.numerics.lowering import Casts, island
+from halfstep.torch.numerics.provenance import transforming
 
 
 def softmax(input: Tensor, dim: int = -1) -> Tensor:
@@ -88,7 +88,7 @@ def linear_cross_entropy(
     if not isinstance(weight, Tensor):
         layer = weight
         if not isinstance(layer, nn.Linear) or bias is not None:
-            raise HalfstepError(
+            raise LossError(
                 f"the weight is `{type(layer).__name__}`" + (" with a bias beside it" if bias is not None else ""),
                 hint="pass an nn.Linear, which has its bias itself, or a weight and a bias",
             )
@@ -99,22 +99,22 @@ def linear_cross_entropy(
     fused = (casts.direct or casts.wide is not None) and casts.loss is torch.float32 and not casts.emulate
     if reduction != "none" and fused:
         total, _ = layers.linear_cross_entropy(input, weight, bias, target, casts, terms, chunks, history=history)
-        return total if reduction == "sum" else mean_of(total, target, ignore_index)
+        return total if reduction == "sum" else mean_loss(total, target, ignore_index)
     logits = linear(input, weight, bias, casts, history=history).flatten(0, -2)
     if not fused or transforming():
-        rows = island(in_torch(island(logits, "loss", casts), target.flatten(), terms), "loss", casts)
+        rows = island(torch_row_losses(island(logits, "loss", casts), target.flatten(), terms), "loss", casts)
     else:
         rows = row_cross_entropy(logits, target.flatten(), terms, casts.precision.kept_bits)
     if reduction == "none":
         return rows.view(target.shape)  # type: ignore[no-any-return]
-    return rows.sum() if reduction == "sum" else mean_of(rows.sum(), target, ignore_index)
+    return rows.sum() if reduction == "sum" else mean_loss(rows.sum(), target, ignore_index)
 
 
 def _casts_of(input: Tensor, layer: nn.Module | None) -> tuple[Casts, History | None]:
     """Returns the precision of a layer, of the model whose code runs, or of the input; amaxes if it is delayed."""
     if isinstance(layer, CastedLinear):
-        of_loss = layer.halfstep_loss_casts if torch.compiler.is_compiling() else None
-        return of_loss or layer.casts or casts_like(input), layer.halfstep_history
+        of_loss = layer.halfstep.loss_casts if torch.compiler.is_compiling() else None
+        return of_loss or layer.casts or casts_like(input), layer.halfstep.history
     scope = scope_now()
     if scope is None or scope.leaf:
         return casts_like(input), None
@@ -127,28 +127,28 @@ def _check_loss(
     input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, terms: Terms, reduction: str, chunks: int
 ) -> None:
     if reduction not in REDUCTIONS:
-        raise HalfstepError(f"reduction is {reduction!r}", hint="it is 'none', 'mean' or 'sum'")
+        raise LossError(f"reduction is {reduction!r}", hint="it is 'none', 'mean' or 'sum'")
     check_targets(target, input.shape[:-1])
     if target.dtype is not torch.int64:
-        raise HalfstepError(
+        raise LossError(
             f"targets are {str(target.dtype).removeprefix('torch.')}, and classes are int64", hint="target.long()"
         )
     if weight.dim() != 2 or weight.shape[1] != input.shape[-1] or not weight.is_floating_point():
         given = f"{str(weight.dtype).removeprefix('torch.')} of shape {tuple(weight.shape)}"
-        raise HalfstepError(
+        raise LossError(
             f"the weight is {given}, and the input has {input.shape[-1]} features",
             hint="it has a row for each class, as that of nn.Linear",
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise HalfstepError(
+        raise LossError(
             f"the bias has shape {tuple(bias.shape)}, and there are {weight.shape[0]} classes",
             hint="it has a number for each class",
         )
     if not 0.0 <= terms.label_smoothing <= 1.0:
-        raise HalfstepError(f"label_smoothing is {terms.label_smoothing}", hint="it is between 0 and 1")
+        raise LossError(f"label_smoothing is {terms.label_smoothing}", hint="it is between 0 and 1")
     for name in ("softcap", "z_loss"):
         if not 0.0 <= getattr(terms, name) < float("inf"):
-            raise HalfstepError(f"{name} is {getattr(terms, name)}", hint="it is a positive number, or 0 for none")
+            raise LossError(f"{name} is {getattr(terms, name)}", hint="it is a positive number, or 0 for none")
     check_chunks(chunks)
 
 

@@ -23,7 +23,6 @@ Every function takes a `Casts` last (lowering.py) and is hidden from function mo
 Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head.
 """
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -32,58 +31,56 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend
+from torch.autograd import forward_ad
 
-from halfstep.core.errors import FormatError, HalfstepError
+from halfstep.core.errors import FormatDtypeError, UnsupportedTransformError
 from halfstep.core.formats import BF16, FP32, Format, parse
 from halfstep.core.policy import Policy, as_policy
 from halfstep.core.precision import Precision, base_precision
 from halfstep.core.refusal import named_format
-from halfstep.torch import losses
-from halfstep.torch.compile_cache import put_in_graph
-from halfstep.torch.dtypes import FLOATS, dtype_of, format_of
-from halfstep.torch.fp8.coded_loss import coded_in_graph
 from halfstep.torch.fp8.delayed import History
-from halfstep.torch.fp8.linear import NAMED, in_graph, kept_by_layer, narrow_linear
-from halfstep.torch.fp8.loss import loss_in_graph, narrow_losses
+from halfstep.torch.fp8.linear import CASTS_BY_NAME, layer_grad_bits, narrow_in_graph, narrow_linear
 from halfstep.torch.kernels import epilogue
-from halfstep.torch.lowering import (
+from halfstep.torch.loss import plain as losses
+from halfstep.torch.loss.coded import coded_in_graph
+from halfstep.torch.loss.fp8 import loss_in_graph, narrow_losses
+from halfstep.torch.numerics.attention import attention as attention
+from halfstep.torch.numerics.attention import softmax as softmax
+from halfstep.torch.numerics.compile_cache import allow_in_graph
+from halfstep.torch.numerics.dtypes import FLOATS, dtype_of, format_of
+from halfstep.torch.numerics.lowering import (
     Casts,
     autocast_error,
     bypass_mode,
-    enter,
+    cached_cast,
+    exit_island,
     island,
-    leave,
-    made_cast,
-    own,
-    owned,
-    rounded,
+    island_parameter,
+    round_to_compute,
+    to_compute,
+    with_weight_grad_format,
 )
-from halfstep.torch.matmul import (
+from halfstep.torch.numerics.matmul import (
     DIRECT,
-    Rows,
-    Scores,
+    EmbeddingLookup,
     apply_linear,
     eager_linear,
     gelu_in_graph,
     linear_in_steps,
-    scores_in_steps,
     why_not_fused,
 )
-from halfstep.torch.norms import normalized
-from halfstep.torch.recompute import NODE, Again, again, dropping
-from halfstep.torch.split.holder import Holder
-from halfstep.torch.split.operand import is_split, operand_of, through
-from halfstep.torch.tracing import Origin, gelu_of, mark_new, note_kept, note_linear, rows_of_layer, transforming
-
-# How torch may compute attention. On these devices it has kernels that never store the scores, and may take none.
-FUSED_ON = ("cuda",)
-ATTENTION_KERNELS = {
-    SDPBackend.FLASH_ATTENTION.value: "flash",
-    SDPBackend.EFFICIENT_ATTENTION.value: "memory-efficient",
-    SDPBackend.CUDNN_ATTENTION.value: "cuDNN",
-}
-UNFUSED = "without a fused kernel, storing every score"
+from halfstep.torch.numerics.norms import normalize
+from halfstep.torch.numerics.provenance import (
+    gelu_of,
+    mark_new,
+    note_grad_bits,
+    note_linear,
+    rows_of_layer,
+    transforming,
+)
+from halfstep.torch.numerics.recompute import NODE, RecomputeInBackward, drop_recomputable, recompute_in_backward
+from halfstep.torch.numerics.split.holder import Holder
+from halfstep.torch.numerics.split.operand import is_split, operand_of, route_gradient
 
 
 @cache
@@ -105,8 +102,8 @@ def casts_of(precision: Precision) -> Casts:
         DIRECT.setdefault(casts.compute, casts)
     if not precision.narrow:
         return casts
-    put_in_graph(in_graph, loss_in_graph, coded_in_graph)
-    NAMED[str(precision)] = casts = replace(casts, words=str(precision))
+    allow_in_graph(narrow_in_graph, loss_in_graph, coded_in_graph)
+    CASTS_BY_NAME[str(precision)] = casts = replace(casts, words=str(precision))
     return casts
 
 
@@ -123,7 +120,7 @@ def casts_like(x: Tensor) -> Casts:
     """Returns how a layer without a policy computes: in the format of its input, with fp32 weight gradients."""
     casts = _LIKE.get(x.dtype)
     if casts is None:
-        raise FormatError(
+        raise FormatDtypeError(
             f"the input is {str(x.dtype).removeprefix('torch.')}, and a casted layer multiplies in float32, "
             "bfloat16 or float16",
             hint="cast the input, or name the format to cast it to: CastedLinear(..., compute='bf16')",
@@ -153,36 +150,37 @@ def linear(
     with torch._C.DisableTorchFunction():
         if torch._C._is_any_autocast_enabled():
             raise autocast_error()
-        if casts.direct and not torch.compiler.is_compiling() and not transforming():
+        transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+        if casts.direct and not transformed and not torch.compiler.is_compiling():
             compute = casts.compute
             x = x if x.dtype is compute else x.to(compute)
             if type(weight) is not Tensor and weight.dtype is torch.bfloat16:
                 values, owner = operand_of(weight, casts.whole)
             else:
-                values, owner = made_cast(weight, compute), weight
+                values, owner = cached_cast(weight, compute), weight
             if transposed:
                 values, owner = values.t(), owner.t()
-            added = None if bias is None else made_cast(bias, compute)
-            if Again.used and type(x.grad_fn) is NODE:
-                with dropping(x):
+            added = None if bias is None else cached_cast(bias, compute)
+            if RecomputeInBackward.used and type(x.grad_fn) is NODE:
+                with drop_recomputable(x):
                     return eager_linear(x, values, owner, added, bias, casts)  # type: ignore[no-any-return]
             return eager_linear(x, values, owner, added, bias, casts)  # type: ignore[no-any-return]
         if casts.plain:
-            weight = owned(weight, casts).float()
+            weight = with_weight_grad_format(weight, casts).float()
             weight, x = weight.t() if transposed else weight, x.float()
-            with dropping(x):
+            with drop_recomputable(x):
                 return F.linear(x, weight, None if bias is None else bias.float())
         values, owner = operand_of(weight, casts.whole)
         if transposed:
             values, owner = values.t(), owner.t()
         x = x if x.dtype is casts.compute else x.to(casts.compute)
-        x = rounded(x, casts) if casts.emulate else x
-        if transforming() and casts.wide is None:
+        x = round_to_compute(x, casts) if casts.emulate else x
+        if transformed and casts.wide is None:
             return linear_in_steps(x, values, check_transformed(owner, casts), bias, casts)
         if torch.compiler.is_compiling():
             followed = torch.is_grad_enabled() and not watched
             return _traced_linear(x, values, owner, bias, casts, history, loss_casts, followed)
-        with dropping(x):
+        with drop_recomputable(x):
             if casts.wide is not None:
                 return narrow_linear(x, values, owner, bias, casts, history)
             return apply_linear(x, values, owner, None if bias is None else bias.detach(), bias, casts)
@@ -202,7 +200,7 @@ def _traced_linear(
     parts = (values, owner, None if bias is None else bias.detach(), bias)
     if casts.wide is not None:
         y = narrow_linear(x, values, owner, bias, casts, history)
-        y = note_kept(y, casts.precision.kept_bits)
+        y = note_grad_bits(y, casts.precision.kept_bits)
         return note_linear(y, x, parts, casts, history) if followed else y
     origin = None if not followed or epilogue.device_lacks(x.device) else gelu_of(x)
     if origin is not None and origin.casts is casts and not why_not_fused(x, origin.weight[0], values, casts):
@@ -214,7 +212,7 @@ def _traced_linear(
 def check_transformed(weight: Tensor, casts: Casts) -> Tensor:
     """Returns a weight that torch.func gave, or refuses half of a split master: its gradient would be bf16."""
     if casts.fp32_grads and weight.requires_grad and weight.dtype != torch.float32:
-        raise HalfstepError(
+        raise UnsupportedTransformError(
             f"torch.func was given a {weight.dtype} weight whose gradient the policy wants in fp32",
             hint="give it the masters: torch.func.functional_call(model, model.state_dict(), ...), not "
             "model.named_parameters(), or prepare with `param=fp32`",
@@ -237,25 +235,24 @@ def embedding(
     if is_split(weight) and not casts.whole:
         values, owner = operand_of(weight, casts.whole)
         if transforming():
-            rows = through(values.float(), owner, casts.precision.grad_weight)
-            return enter(F.embedding(index, rows, padding_idx, scale_grad_by_freq=scale_grad_by_freq), casts)
+            rows = route_gradient(values.float(), owner, casts.precision.grad_weight)
+            return to_compute(F.embedding(index, rows, padding_idx, scale_grad_by_freq=scale_grad_by_freq), casts)
         padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
-        return enter(Rows.apply(index, values, owner, padding, scale_grad_by_freq, casts), casts)
-    table = owned(check_transformed(weight, casts) if transforming() else weight, casts)
-    return enter(F.embedding(index, table, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse), casts)
+        return to_compute(EmbeddingLookup.apply(index, values, owner, padding, scale_grad_by_freq, casts), casts)
+    table = with_weight_grad_format(check_transformed(weight, casts) if transforming() else weight, casts)
+    return to_compute(
+        F.embedding(index, table, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse), casts
+    )
 
 
 def rms_norm(x: Tensor, gain: Tensor | None, casts: Casts, eps: float | None = 1e-6, *, dims: int = 1) -> Tensor:
     """Returns x / sqrt(mean(x^2) + eps) * gain over the last dims: inside in the norm format, out in compute."""
     with torch._C.DisableTorchFunction():
         if _is_plain_norm(x, gain, casts):
-            return _new(normalized(x, gain, None, eps, dims, casts.compute, False))
-        x, gain = island(x, "norm", casts), gain if gain is None else own(gain, "norm", casts)
-        return leave(torch.rms_norm(x, x.shape[-dims:], gain, eps), "norm", casts)
-
-
-def _new(y: Tensor) -> Tensor:
-    return mark_new(y) if torch.compiler.is_compiling() else y
+            y = normalize(x, gain, None, eps, dims, casts.compute, False)
+            return mark_new(y) if torch.compiler.is_compiling() else y
+        x, gain = island(x, "norm", casts), gain if gain is None else island_parameter(gain, "norm", casts)
+        return exit_island(torch.rms_norm(x, x.shape[-dims:], gain, eps), "norm", casts)
 
 
 def _is_plain_norm(x: Tensor, gain: Tensor | None, casts: Casts) -> bool:
@@ -271,128 +268,23 @@ def layer_norm(
     """Returns (x - mean) / sqrt(variance + eps) * gain + bias over the last dims, in the formats of `rms_norm`."""
     with torch._C.DisableTorchFunction():
         if _is_plain_norm(x, gain, casts):
-            return _new(normalized(x, gain, bias, eps, dims, casts.compute, True))
-        x, gain, bias = island(x, "norm", casts), own(gain, "norm", casts), own(bias, "norm", casts)
-        return leave(torch.layer_norm(x, x.shape[-dims:], gain, bias, eps), "norm", casts)
-
-
-@bypass_mode
-def softmax(x: Tensor, casts: Casts, axis: int = -1) -> Tensor:
-    """Returns exp(x) over its sum: inside in the softmax format, out in compute."""
-    return leave(torch.softmax(island(x, "softmax", casts), axis), "softmax", casts)
-
-
-def attention(
-    q_BHTK: Tensor,
-    k_BHTK: Tensor,
-    v_BHTK: Tensor,
-    casts: Casts,
-    *,
-    causal: bool = True,
-    mask: Tensor | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
-    """Attention, causal unless there is a mask (as torch's: True where a query may attend, or numbers to add)."""
-    if not casts.fused_softmax:
-        return weighted_attention(q_BHTK, k_BHTK, v_BHTK, casts, causal=causal, mask=mask, dropout=dropout)[0]
-    with torch._C.DisableTorchFunction():
-        q, k, v, mask, causal, grouped = _fused_operands(q_BHTK, k_BHTK, v_BHTK, casts, causal, mask)
-        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, enable_gqa=grouped)
-        return rounded(y, casts) if casts.emulate else y
-
-
-def _fused_operands(
-    q: Tensor, k: Tensor, v: Tensor, casts: Casts, causal: bool, mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool, bool]:
-    """Returns what torch's fused attention is given: operands, mask, whether it is causal, and grouped."""
-    q, k, v = enter(q, casts), enter(k, casts), enter(v, casts)
-    if mask is not None:
-        mask, causal = additive(mask, q.dtype), False
-    grouped = q.shape[1] != k.shape[1]
-    if grouped and q.is_cuda and q.dtype == torch.float32:  # fused kernels of torch take these in halves only
-        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-        grouped = False
-    return q, k, v, mask, causal, grouped
-
-
-@bypass_mode
-def attention_kernel(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, casts: Casts) -> str:
-    """Returns how causal attention of such tensors is computed: by which of torch's kernels, or why by none."""
-    if not casts.fused_softmax:
-        return f"{UNFUSED}: softmax={casts.precision.softmax} has no fused kernel"
-    q, k, v, mask, causal, grouped = _fused_operands(q_BHTK, k_BHTK, v_BHTK, casts, True, None)
-    return kernel_of(q, k, v, mask, causal=causal, enable_gqa=grouped)
-
-
-def kernel_of(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, dropout: float = 0.0, causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
-) -> str:  # fmt: skip
-    """Returns by which kernel torch's fused attention computes; if it takes none of them, why it refuses each."""
-    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-    chosen = torch._fused_sdp_choice(q, k, v, mask, dropout, causal, **options)
-    if chosen != SDPBackend.MATH.value:
-        return f"by torch's {ATTENTION_KERNELS.get(chosen, chosen)} kernel"
-    given = torch.backends.cuda.SDPAParams(q, k, v, mask, dropout, causal, enable_gqa)
-    with warnings.catch_warnings(record=True) as reasons:
-        warnings.simplefilter("always")
-        for kernel in ("flash", "efficient", "cudnn"):
-            getattr(torch.backends.cuda, f"can_use_{kernel}_attention")(given, debug=True)
-    reported = [str(each.message).partition(" (Triggered internally")[0].rstrip(".") for each in reasons]
-    return f"{UNFUSED}: {'; '.join(dict.fromkeys(reported)) or 'torch gives no reason'}"
-
-
-@bypass_mode
-def weighted_attention(
-    q_BHTK: Tensor,
-    k_BHTK: Tensor,
-    v_BHTK: Tensor,
-    casts: Casts,
-    *,
-    causal: bool = True,
-    mask: Tensor | None = None,
-    dropout: float = 0.0,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention in steps, and its weights, which no fused kernel returns. An fp32 softmax takes fp32 scores."""
-    q, k, v = enter(q_BHTK, casts), enter(k_BHTK, casts), enter(v_BHTK, casts)
-    if q.shape[1] != k.shape[1]:
-        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-    if casts.fused_softmax:
-        if transforming():
-            s_BHTT = scores_in_steps(q, k)
-        else:
-            s_BHTT = Scores.apply(q.flatten(0, 1), k.flatten(0, 1), casts).unflatten(0, q.shape[:2])
-    else:
-        s_BHTT = (q @ k.mT).to(casts.softmax)
-    s_BHTT = s_BHTT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if mask is None and causal:
-        mask = torch.ones(s_BHTT.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    if mask is not None and mask.dtype == torch.bool:
-        s_BHTT = s_BHTT.masked_fill(~mask, float("-inf"))
-    elif mask is not None:
-        s_BHTT = s_BHTT + additive(mask, s_BHTT.dtype)
-    weights = softmax(s_BHTT, casts)
-    if dropout:
-        weights = rounded(F.dropout(weights, dropout), casts)
-    return rounded(weights @ v, casts), weights
-
-
-def additive(mask: Tensor | None, dtype: torch.dtype) -> Any:
-    """Casts a mask of numbers to a narrower dtype; what is finite stays finite, or masked rows become NaN."""
-    if mask is None or mask.dtype in (torch.bool, dtype):
-        return mask
-    limits = torch.finfo(dtype)
-    return torch.where(mask.isinf(), mask, mask.clamp(limits.min, limits.max)).to(dtype)
+            y = normalize(x, gain, bias, eps, dims, casts.compute, True)
+            return mark_new(y) if torch.compiler.is_compiling() else y
+        x, gain, bias = (
+            island(x, "norm", casts),
+            island_parameter(gain, "norm", casts),
+            island_parameter(bias, "norm", casts),
+        )
+        return exit_island(torch.layer_norm(x, x.shape[-dims:], gain, bias, eps), "norm", casts)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, casts: Casts, softcap: float = 0.0) -> Tensor:
     """Returns the sum of -log softmax(logits)[target] over all targets: inside and out in the loss format."""
     losses.check_targets(targets, logits.shape[:-1])
     with torch._C.DisableTorchFunction():
-        if not losses.why_not(logits, logits.dtype, casts):
+        if not losses.why_no_kernel(logits, logits.dtype, casts):
             rows, terms = (logits.flatten(0, -2), targets.flatten()), losses.Terms(softcap=softcap)
-            return losses.row_cross_entropy(*rows, terms, kept_by_layer(logits)).sum()
+            return losses.row_cross_entropy(*rows, terms, layer_grad_bits(logits)).sum()
         inside = island(logits, "loss", casts).flatten(0, -2)
         if softcap:
             inside = softcap * torch.tanh(inside / softcap)
@@ -410,7 +302,7 @@ def linear_cross_entropy(
     size: int = 0,
     history: History | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the sum of the losses of `linear(x, weight, bias, casts)`, whose logits nobody sees (losses.py).
+    """Returns the sum of the losses of `linear(x, weight, bias, casts)`, whose logits are not kept.
 
     For casts that are `direct` or narrow, with an fp32 loss. Beside it, `size` elements of the logits' gradient.
     """
@@ -423,11 +315,11 @@ def linear_cross_entropy(
         if transforming() and casts.wide is None:
             values, owner = operand_of(weight, casts.whole)
             logits = linear_in_steps(x, values, check_transformed(owner, casts), bias, casts)
-            return losses.in_torch(logits.flatten(0, -2), targets, terms).sum(), None
+            return losses.torch_row_losses(logits.flatten(0, -2), targets, terms).sum(), None
         if torch.compiler.is_compiling() or is_split(weight) or casts.wide is not None:
             values, owner = operand_of(weight, casts.whole)
         else:
-            values, owner = made_cast(weight, casts.compute), weight
+            values, owner = cached_cast(weight, casts.compute), weight
         return _linear_losses(x, values, owner, bias, targets, casts, history, terms, chunks, size)
 
 
@@ -445,7 +337,8 @@ def loss_of_layer(logits: Tensor, lean: bool) -> Callable[[Tensor, losses.Terms]
 
     None if the layer is not known, or has formats that its loss does not know.
     """
-    origin = _origin_of(logits)
+    traced = torch.compiler.is_compiling() and torch.is_grad_enabled()
+    origin = rows_of_layer(logits) if traced else None
     if origin is None:
         return None
     casts: Casts = origin.casts if origin.loss_casts is None else origin.loss_casts
@@ -459,17 +352,13 @@ def loss_of_layer(logits: Tensor, lean: bool) -> Callable[[Tensor, losses.Terms]
     return total
 
 
-def _origin_of(logits: Tensor) -> Origin | None:
-    return rows_of_layer(logits) if torch.compiler.is_compiling() and torch.is_grad_enabled() else None
-
-
 def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor, casts: Casts) -> Tensor:
     """Rotary positions: the two halves of each head turn by the angle of their position; angles are fp32."""
     with torch._C.DisableTorchFunction():
         half = x_BHTK.shape[-1] // 2
         x = x_BHTK.float()
         turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
-        return enter(x * cos_TK + turned * sin_TK, casts)
+        return to_compute(x * cos_TK + turned * sin_TK, casts)
 
 
 # --- modules
@@ -479,7 +368,6 @@ class Layer(Holder):
     """A module with a precision of its own; fp32 until a policy is applied."""
 
     casts: Casts = casts_of(Precision())
-    halfstep_recomputed: bool = False  # the backward pass computes cheap results again instead of keeping them
     named: Format | None = None  # the format that it was built with, if one was named
 
     @property
@@ -512,9 +400,6 @@ class Layer(Holder):
 
 class Matmul(Layer):
     """A module that multiplies activations by a matrix, so that it may have narrow operands."""
-
-    halfstep_history: History | None = None  # of delayed operands
-    halfstep_loss_casts: Casts | None = None  # of its loss in compiled code, if others (fp8_choice.py)
 
     def matrix_sizes(self) -> list[tuple[int, int]]:
         """Returns (inputs, outputs) of each matrix."""
@@ -549,7 +434,7 @@ class CastedLinear(Matmul, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Returns the layer's output."""
         casts = self.casts or casts_like(x)
-        history, watched, of_loss = self.halfstep_history, bool(self._forward_hooks), self.halfstep_loss_casts
+        history, watched, of_loss = self.halfstep.history, bool(self._forward_hooks), self.halfstep.loss_casts
         return linear(x, self.weight, self.bias, casts, history=history, watched=watched, loss_casts=of_loss)
 
 
@@ -572,9 +457,11 @@ class Norm(Layer):
         """Returns the normalized input."""
         casts, eps = self.casts or casts_like(x), self.eps
         if self.kind == "layer":
-            if self.halfstep_recomputed:
-                return again(lambda x, g, b: layer_norm(x, g, b, casts, eps), x, self.weight, self.bias)
+            if self.halfstep.recomputed:
+                return recompute_in_backward(
+                    lambda x, g, b: layer_norm(x, g, b, casts, eps), x, self.weight, self.bias
+                )
             return layer_norm(x, self.weight, self.bias, casts, eps)
-        if self.halfstep_recomputed:
-            return again(lambda x, g: rms_norm(x, g, casts, eps), x, self.weight)
+        if self.halfstep.recomputed:
+            return recompute_in_backward(lambda x, g: rms_norm(x, g, casts, eps), x, self.weight)
         return rms_norm(x, self.weight, casts, eps)

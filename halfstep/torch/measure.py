@@ -1,7 +1,7 @@
 """Matmul micro-benchmarks in torch, within a time budget, for the decisions of core.choice.
 
-core.measure says what is timed on every backend, core.ladder which sizes may be started. "fp32" is timed as fp32:
-TF32 is switched off for it, on for `tf32`, and restored afterwards.
+core.arrays.measure says what is timed on every backend, core.arrays.ladder which sizes may be started. "fp32" is
+timed as fp32: TF32 is switched off for it, on for `tf32`, and restored afterwards.
 
 `time_layer` times one linear layer, forward and backward, in two precisions (convert/fp8_choice.py). The layer is
 between two activation functions, so that amax and casts fuse with what precedes them as in a model; a head that is
@@ -15,36 +15,36 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from halfstep.config.model import ModelConfig
-from halfstep.core import measure as shared
+from halfstep.core.arrays import measure as shared
+from halfstep.core.arrays.ladder import Clock, Run, climb
+from halfstep.core.arrays.measure import ACCELERATOR_SHAPES, BUDGET, CPU_SHAPES, FORMATS
+from halfstep.core.cache import CachedTimer
 from halfstep.core.choice import Shape, Timing
-from halfstep.core.choice.timings import KeptTimer
 from halfstep.core.formats import E4M3, FP32, TF32, Format, parse
-from halfstep.core.ladder import Clock, Run, climb
-from halfstep.core.measure import ACCELERATOR_SHAPES, BUDGET, CPU_SHAPES, FORMATS
 from halfstep.core.precision import Precision
 from halfstep.core.refusal import check_measurable
 from halfstep.core.roles import is_narrow
-from halfstep.torch.cast import to_native
-from halfstep.torch.dtypes import describe, dtype_of, supported
 from halfstep.torch.fp8.delayed import Amaxes
 from halfstep.torch.layers import CastedLinear, Layer, linear_cross_entropy
-from halfstep.torch.losses import Terms
-from halfstep.torch.lowering import Casts, enter
+from halfstep.torch.loss.plain import Terms
 from halfstep.torch.model import Block, rope_tables
-from halfstep.torch.split.parameter import make_split
+from halfstep.torch.numerics.cast import to_native
+from halfstep.torch.numerics.dtypes import describe, dtype_of, supported
+from halfstep.torch.numerics.lowering import Casts, to_compute
+from halfstep.torch.numerics.record import update_record
+from halfstep.torch.numerics.split.parameter import make_split
 
 __all__ = ["FORMATS", "describe", "devices", "measure", "measure_block", "supported", "version"]
 
 # Cycles per second of the fastest GPU (a slower one pauses longer), and the longest pause in seconds.
 CYCLES, LONGEST_PAUSE = 2.0e9, 1.0
-# Seconds of a turn of a layer on a GPU, in at most so many passes: thousands of times what its clock tells apart.
+# Seconds of a turn of a layer on a GPU, and the most passes in it: thousands of times the clock's resolution.
 TURN, PASSES = 0.01, 10
 
 
@@ -99,12 +99,10 @@ def measure_block(
         return measure(device, formats, budget=budget, shapes=own, clock=clock)
     matmuls = measure(device, formats, budget=budget * shared.MATMUL_SHARE, clock=clock)
     bench, limits = _Bench(device), shared.block_limits(matmuls, formats)
-    shapes = [(count, model.width, model.size_of_mlp) for count in shared.halved(tokens)]
+    counts = shared.halved(tokens)
     with warnings.catch_warnings(), torch.enable_grad(), torch.random.fork_rng([]), _tf32_restored():
         warnings.simplefilter("ignore")
-        blocks = shared.time_blocks(
-            lambda fmt, count: bench.start_block(fmt, model, count), limits, shapes, budget=budget, clock=clock
-        )
+        blocks = shared.time_blocks(bench.start_block, limits, model, counts, budget=budget, clock=clock)
     return [*matmuls, *blocks]
 
 
@@ -119,7 +117,7 @@ class LayerWork:
     split: bool  # its weight is a split master
     device: torch.device
     compiled: bool = False
-    loss: int = 0  # it is a head whose loss is computed with it, in so many chunks (losses.py)
+    loss: int = 0  # it is a head whose loss is computed with it, in this many chunks (loss/plain.py)
     softcap: float = 0.0  # of that loss
 
     @property
@@ -140,7 +138,6 @@ def time_layer(
     """Returns the seconds of a training pass of the layer in each precision: medians of alternating turns."""
     bench = _Bench(work.device)
     rounds, count = (3, 1) if work.device.type == "cpu" else (7, PASSES)
-    taken: list[list[float]] = [[] for _ in precisions]
     on_device = work.compiled and work.device.type == "cuda"
     stream = torch.cuda.device(work.device) if on_device else nullcontext()  # of the events
     with warnings.catch_warnings(), torch.enable_grad(), torch.random.fork_rng(), _tf32_restored(), stream:
@@ -151,22 +148,23 @@ def time_layer(
         _wait(work.device)
         if on_device:
             count = min(count, max(1, round(TURN / max(device_seconds(run, 1) for run in runs))))
-        for _ in range(rounds):
-            for run, seconds in zip(runs, taken, strict=True):
-                if on_device:
-                    seconds.append(device_seconds(run, count))
-                else:
-                    begun = clock()
-                    run(count)
-                    _wait(work.device)
-                    seconds.append((clock() - begun) / count)
+
+        def seconds_of(run: Run) -> float:
+            if on_device:
+                return device_seconds(run, count)
+            begun = clock()
+            run(count)
+            _wait(work.device)
+            return (clock() - begun) / count
+
+        medians = shared.take_turns(runs, rounds, seconds_of)
     del runs, run
     if work.device.type == "cuda":
         torch.cuda.empty_cache()  # the model needs blocks of other sizes
-    return [median(seconds) for seconds in taken]
+    return medians
 
 
-time_layer_once = KeptTimer(time_layer, "torch", version)
+time_layer_once = CachedTimer(time_layer, "torch", version)
 """The same, unless an earlier run on this machine has timed the layer."""
 
 
@@ -176,7 +174,7 @@ class _Bench:
         self.generator = torch.Generator(device).manual_seed(0)
 
     def start(self, fmt: Format, shape: Shape) -> Run:
-        """Creates operands; returns a function that multiplies them so many times and waits."""
+        """Creates operands; returns a function that multiplies them n times and waits."""
         m, k, n = shape
         a, b = self._random(m, k), self._random(n, k).t()
         if is_narrow(fmt):
@@ -196,7 +194,7 @@ class _Bench:
         return run
 
     def start_block(self, fmt: Format, model: ModelConfig, tokens: int) -> Run:
-        """Creates a block with fp32 masters; returns a function that trains it so many times and waits."""
+        """Creates a block with fp32 masters; returns a function that trains it n times and waits."""
         context, block = min(model.context, tokens), Block(model).to(self.device)
         precision = Precision.in_format(fmt)
         for module in block.modules():
@@ -228,7 +226,7 @@ class _Bench:
             make_split(layer.weight, torch.zeros_like(layer.weight, dtype=torch.int16))
         layer.precision = precision
         if precision.delayed:
-            layer.halfstep_history = Amaxes([""], self.device).layers[""]
+            update_record(layer, history=Amaxes([""], self.device).layers[""])
         model = _WithLoss(layer, work.loss, Terms(softcap=work.softcap)) if work.loss else _Between(layer)
         if work.compiled and precision.narrow:
             # A graph for each shape, of which dynamo allows eight by default: with dynamic sizes it would be
@@ -265,7 +263,7 @@ class _Between(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         casts: Casts = self.layer.casts
-        return enter(functional.silu(self.layer(enter(functional.silu(x), casts))), casts)
+        return to_compute(functional.silu(self.layer(to_compute(functional.silu(x), casts))), casts)
 
 
 class _WithLoss(nn.Module):
@@ -275,8 +273,8 @@ class _WithLoss(nn.Module):
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         layer, casts = self.layer, self.layer.casts
-        given = (enter(functional.silu(x), casts), layer.weight, layer.bias, targets, casts, self.terms)
-        return linear_cross_entropy(*given, self.chunks, history=layer.halfstep_history)[0]
+        given = (to_compute(functional.silu(x), casts), layer.weight, layer.bias, targets, casts, self.terms)
+        return linear_cross_entropy(*given, self.chunks, history=layer.halfstep.history)[0]
 
 
 def _fp8(a: Tensor, b: Tensor, fmt: Format) -> Callable[[], Tensor]:

@@ -25,14 +25,16 @@ from torch.utils.checkpoint import checkpoint
 from halfstep.config.model import ModelConfig, module_names, parameter_shapes
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.torch import layers
-from halfstep.torch.fp8.coded_loss import why_not_coded
 from halfstep.torch.kernels.activations import gelu, squared_relu
 from halfstep.torch.layers import CastedLinear, Layer, Matmul, Norm
-from halfstep.torch.losses import LEAN_CHUNKS, Terms, why_not
-from halfstep.torch.lowering import Casts, enter, owned, rounded
-from halfstep.torch.matmul import why_not_fused
-from halfstep.torch.recompute import again, dropping
-from halfstep.torch.tracing import note_gelu
+from halfstep.torch.loss.coded import why_not_coded
+from halfstep.torch.loss.plain import LEAN_CHUNKS, Terms, why_no_kernel
+from halfstep.torch.numerics import attention
+from halfstep.torch.numerics.lowering import Casts, round_to_compute, to_compute, with_weight_grad_format
+from halfstep.torch.numerics.matmul import why_not_fused
+from halfstep.torch.numerics.provenance import note_gelu
+from halfstep.torch.numerics.recompute import drop_recomputable, recompute_in_backward
+from halfstep.torch.numerics.record import update_record
 
 
 class Decoder(Layer):
@@ -55,7 +57,7 @@ class Decoder(Layer):
         self.register_buffer("cos_TK", cos_TK, persistent=False)
         self.register_buffer("sin_TK", sin_TK, persistent=False)
         self.skip_sources = [config.skip_into(layer) for layer in range(config.layers)]
-        self.loss_chunks = 1  # in which the head's logits are made, if its loss is fused with it (losses.py)
+        self.loss_chunks = 1  # in which the head's logits are made, if its loss is fused with it (plain.py)
         self.recompute = False  # whether the backward pass runs blocks again instead of keeping their activations
         assert {name: tuple(p.shape) for name, p in self.named_parameters()} == parameter_shapes(config)
 
@@ -67,7 +69,7 @@ class Decoder(Layer):
         casts = self.casts
         x_BTD = self.embed(tokens_BT)
         if self.positions is not None:
-            x_BTD = rounded(x_BTD + self.positions.rows(tokens_BT.shape[1]), casts)
+            x_BTD = round_to_compute(x_BTD + self.positions.rows(tokens_BT.shape[1]), casts)
         if self.embed_norm is not None:
             x_BTD = self.embed_norm(x_BTD)
         x0_BTD, first_values, again = x_BTD, None, self.recompute and torch.is_grad_enabled()
@@ -75,8 +77,8 @@ class Decoder(Layer):
         angles = (self.cos_TK[: tokens_BT.shape[1]], self.sin_TK[: tokens_BT.shape[1]])
         for block, source in zip(self.blocks, self.skip_sources, strict=True):
             if self.skip_weights is not None and source is not None:
-                weight_D = enter(owned(self.skip_weights, casts)[source], casts)
-                x_BTD = rounded(x_BTD + rounded(weight_D * skips[source], casts), casts)
+                weight_D = to_compute(with_weight_grad_format(self.skip_weights, casts)[source], casts)
+                x_BTD = round_to_compute(x_BTD + round_to_compute(weight_D * skips[source], casts), casts)
             given = (x_BTD, x0_BTD, first_values, angles)
             if again:  # nothing in a block is random, so no RNG state is kept
                 x_BTD, values = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)
@@ -125,7 +127,7 @@ class Decoder(Layer):
         inside = {part for block in self.blocks for part in block.modules()} if self.recompute else set()
         for part in self.modules():
             if isinstance(part, Layer) and part not in inside:
-                part.halfstep_recomputed = True
+                update_record(part, recomputed=True)
         named = [(name, part) for name, part in self.named_modules() if part not in inside]
         activated = [name for name, part in named if isinstance(part, MLP) and not part.keeps_one]
         return (*(name for name, part in named if isinstance(part, Norm | HeadNorm)), *activated)
@@ -133,7 +135,7 @@ class Decoder(Layer):
     def attention_kernels(self) -> list[str]:
         """Returns how the blocks compute attention; empty on devices where torch has one way to."""
         device = self.cos_TK.device
-        if device.type not in layers.FUSED_ON:
+        if device.type not in attention.FUSED_ON:
             return []
         parts = (part for part in self.modules() if isinstance(part, Attention))
         return list(dict.fromkeys(part.kernel(self.config, device) for part in parts))
@@ -184,18 +186,20 @@ class Block(Layer):
         """Returns the stream after the block, and the values of its attention, if other blocks mix them in."""
         casts = self.casts
         if self.residual_mix is not None:
-            mix = enter(owned(self.residual_mix, casts), casts)
-            x_BTD = rounded(rounded(mix[0] * x_BTD, casts) + rounded(mix[1] * x0_BTD, casts), casts)
+            mix = to_compute(with_weight_grad_format(self.residual_mix, casts), casts)
+            x_BTD = round_to_compute(
+                round_to_compute(mix[0] * x_BTD, casts) + round_to_compute(mix[1] * x0_BTD, casts), casts
+            )
         y_BTD, values = self.attn(self.attn_norm(x_BTD), first_values, angles)
         x_BTD = self._add(x_BTD, y_BTD, self.attn_scale)
         return self._add(x_BTD, self.mlp(self.mlp_norm(x_BTD)), self.mlp_scale), values
 
     def _add(self, x_BTD: Tensor, y_BTD: Tensor, scale_D: Tensor | None) -> Tensor:
         casts = self.casts
-        y_BTD = enter(y_BTD, casts)
+        y_BTD = to_compute(y_BTD, casts)
         if scale_D is not None:
-            y_BTD = rounded(enter(owned(scale_D, casts), casts) * y_BTD, casts)
-        return rounded(enter(x_BTD, casts) + y_BTD, casts)
+            y_BTD = round_to_compute(to_compute(with_weight_grad_format(scale_D, casts), casts) * y_BTD, casts)
+        return round_to_compute(to_compute(x_BTD, casts) + y_BTD, casts)
 
 
 class Attention(Layer):
@@ -223,28 +227,30 @@ class Attention(Layer):
         queries are, and a norm of transposed ones would copy them, and so what follows.
         """
         casts, heads = self.casts, (-1, self.size_of_head)
-        q_BTHK, k_BTHK, v_BTHK = (w(x_BTD).unflatten(-1, heads) for w in (self.q, self.k, self.v))
+        q_BTHK, k_BTHK, v_BTHK = [w(x_BTD).unflatten(-1, heads) for w in (self.q, self.k, self.v)]
         v_BHTK = v_BTHK.transpose(1, 2)
         values = None if self.value_mix is None else v_BHTK
         if self.value_mix is not None and first_values is not None:
-            mix = enter(owned(self.value_mix, casts), casts)
-            v_BHTK = rounded(v_BHTK + rounded(mix * rounded(first_values - v_BHTK, casts), casts), casts)
+            mix = to_compute(with_weight_grad_format(self.value_mix, casts), casts)
+            v_BHTK = round_to_compute(
+                v_BHTK + round_to_compute(mix * round_to_compute(first_values - v_BHTK, casts), casts), casts
+            )
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHK, k_BTHK = self.q_norm(q_BTHK), self.k_norm(k_BTHK)
-        if self.rotary and self.halfstep_recomputed and self.q_norm is not None:
-            q_BHTK = again(self._placed, q_BTHK, *angles, self.q_gain)
-            k_BHTK = again(self._placed, k_BTHK, *angles)
+        if self.rotary and self.halfstep.recomputed and self.q_norm is not None:
+            q_BHTK = recompute_in_backward(self._placed, q_BTHK, *angles, self.q_gain)
+            k_BHTK = recompute_in_backward(self._placed, k_BTHK, *angles)
         else:
             q_BHTK, k_BHTK = self._placed(q_BTHK, *angles, self.q_gain), self._placed(k_BTHK, *angles)
-        with dropping(q_BHTK, k_BHTK) if self.halfstep_recomputed else nullcontext():
-            y_BHTK = layers.attention(q_BHTK, k_BHTK, v_BHTK, casts)
+        with drop_recomputable(q_BHTK, k_BHTK) if self.halfstep.recomputed else nullcontext():
+            y_BHTK = attention.attention(q_BHTK, k_BHTK, v_BHTK, casts)
         return self.o(y_BHTK.transpose(1, 2).flatten(2)), values
 
     def kernel(self, config: ModelConfig, device: torch.device) -> str:
         """Returns how it is computed in training."""
         shapes = [(1, config.context, heads, self.size_of_head) for heads in (config.heads, config.num_kv_heads)]
         q, k = (torch.empty(shape, device=device, requires_grad=True).transpose(1, 2) for shape in shapes)
-        return layers.attention_kernel(q, k, k, self.casts)
+        return attention.attention_kernel(q, k, k, self.casts)
 
     def _placed(self, x_BTHK: Tensor, cos_TK: Tensor, sin_TK: Tensor, gain_H: Tensor | None = None) -> Tensor:
         """Returns queries or keys turned by their positions, and times the gain of their head, head by head."""
@@ -252,7 +258,9 @@ class Attention(Layer):
         if self.rotary:
             x_BTHK = layers.rotate(x_BTHK, cos_TK[:, None], sin_TK[:, None], casts)
         if gain_H is not None:
-            x_BTHK = rounded(x_BTHK * enter(owned(gain_H, casts), casts)[:, None], casts)
+            x_BTHK = round_to_compute(
+                x_BTHK * to_compute(with_weight_grad_format(gain_H, casts), casts)[:, None], casts
+            )
         return x_BTHK.transpose(1, 2)
 
 
@@ -269,11 +277,11 @@ class MLP(Layer):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Returns what the MLP adds to the stream."""
         gate = () if self.gate is None else (self.gate(x_BTD),)
-        call = again if self.halfstep_recomputed and not self.keeps_one else _call
+        call = recompute_in_backward if self.halfstep.recomputed and not self.keeps_one else _call
         hidden = self.up(x_BTD)
         activated = call(self._activated, hidden, *gate)
         if torch.compiler.is_compiling() and self.kind == "gelu" and self.casts is self.up.casts:
-            activated = note_gelu(activated, hidden, self.halfstep_recomputed)
+            activated = note_gelu(activated, hidden, self.halfstep.recomputed)
         return self.down(activated)  # type: ignore[no-any-return]
 
     @property
@@ -292,12 +300,12 @@ class MLP(Layer):
     def _activated(self, hidden: Tensor, gate: Tensor | None = None) -> Tensor:
         """Returns what enters the second matmul."""
         casts = self.casts
-        hidden = enter(hidden, casts)
+        hidden = to_compute(hidden, casts)
         if gate is not None:
-            return rounded(rounded(F.silu(enter(gate, casts)), casts) * hidden, casts)
+            return round_to_compute(round_to_compute(F.silu(to_compute(gate, casts)), casts) * hidden, casts)
         if self.kind == "relu2":
-            return rounded(squared_relu(hidden), casts)
-        return rounded(gelu(hidden) if self.kind == "gelu" else F.gelu(hidden), casts)
+            return round_to_compute(squared_relu(hidden), casts)
+        return round_to_compute(gelu(hidden) if self.kind == "gelu" else F.gelu(hidden), casts)
 
 
 class Embedding(Layer):
@@ -309,11 +317,11 @@ class Embedding(Layer):
 
     def forward(self, index: Tensor) -> Tensor:
         """Returns the rows of the index."""
-        return enter(F.embedding(index, owned(self.weight, self.casts)), self.casts)
+        return to_compute(F.embedding(index, with_weight_grad_format(self.weight, self.casts)), self.casts)
 
     def rows(self, count: int) -> Tensor:
         """Returns the first rows, for positions."""
-        return enter(owned(self.weight, self.casts)[:count], self.casts)
+        return to_compute(with_weight_grad_format(self.weight, self.casts)[:count], self.casts)
 
 
 class Head(Matmul):
@@ -331,14 +339,14 @@ class Head(Matmul):
     def forward(self, x_BTD: Tensor, tied: Tensor) -> Tensor:
         """Returns the logits."""
         weight = tied if self.weight is None else self.weight
-        return layers.linear(x_BTD, weight, None, self.casts, history=self.halfstep_history)
+        return layers.linear(x_BTD, weight, None, self.casts, history=self.halfstep.history)
 
     def loss(self, x_BTD: Tensor, tied: Tensor, targets_BT: Tensor, chunks: int) -> Tensor:
         """Returns the sum of the losses of its logits, which are never seen."""
         weight = tied if self.weight is None else self.weight
         size = self.halfstep_slice if self.halfstep_observe_loss is not None else 0
         total, sample = layers.linear_cross_entropy(
-            x_BTD, weight, None, targets_BT, self.casts, self.terms, chunks, size, self.halfstep_history
+            x_BTD, weight, None, targets_BT, self.casts, self.terms, chunks, size, self.halfstep.history
         )
         if self.halfstep_observe_loss is None or sample is None:
             return total
@@ -355,7 +363,7 @@ class Head(Matmul):
         watched = self.halfstep_observe_loss is not None  # by a hook that needs no logits (observe/slots.py)
         if len(self._forward_hooks) > watched or self._forward_pre_hooks:
             return "lm_head has hooks, which see its logits"
-        return why_not(beside, casts.compute, model)
+        return why_no_kernel(beside, casts.compute, model)
 
     def gradient_codes(self) -> str:
         """Returns how `loss` narrows the logits' gradient, in words; empty if its matmuls are wide."""
@@ -381,8 +389,8 @@ class HeadNorm(Layer):
         """Returns the normalized heads."""
         casts, eps = self.casts, self.eps
         # Compiled code fuses the norm with the turning that follows, which is marked: torch keeps what is between.
-        if self.halfstep_recomputed and not torch.compiler.is_compiling():
-            return again(lambda x, g: layers.rms_norm(x, g, casts, eps), x_BTHK, self.weight)
+        if self.halfstep.recomputed and not torch.compiler.is_compiling():
+            return recompute_in_backward(lambda x, g: layers.rms_norm(x, g, casts, eps), x_BTHK, self.weight)
         return layers.rms_norm(x_BTHK, self.weight, casts, eps)
 
 

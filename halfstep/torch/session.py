@@ -12,43 +12,34 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from halfstep.config.carry_over import carry_over
-from halfstep.config.groups import parameter_groups
 from halfstep.config.model import reach
 from halfstep.config.policy_schedule import check_later
-from halfstep.config.run import OptimizerConfig, RunConfig
-from halfstep.config.weights import Weights, initial_weights
+from halfstep.config.run import RunConfig
+from halfstep.config.weights import Weights, carry_over, initial_weights
 from halfstep.core.audit.cause import Cause
 from halfstep.core.compare.shadow import Shadow
 from halfstep.core.observed import LayerInfo, Sample
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
 from halfstep.core.state_format import Snapshot, Stored
-from halfstep.torch import memory
-from halfstep.torch.apply import adopt, apply, check_policy
-from halfstep.torch.dtypes import as_device, describe
-from halfstep.torch.graph import check_graph, why_not_with
-from halfstep.torch.layers import UNFUSED
+from halfstep.torch.convert.apply import adopt, apply
+from halfstep.torch.convert.resolve import check_policy, resolve
+from halfstep.torch.instruments.monitor import NEVER
+from halfstep.torch.instruments.observe.readback import Unread
+from halfstep.torch.instruments.observe.weights import WeightNumbers
 from halfstep.torch.measure import devices
 from halfstep.torch.model import Decoder
-from halfstep.torch.observe.readback import Unread
-from halfstep.torch.observe.weights import WeightNumbers
-from halfstep.torch.optim.adamw import AdamW, Optimizer
+from halfstep.torch.numerics import memory
+from halfstep.torch.numerics.attention import UNFUSED
+from halfstep.torch.numerics.dtypes import as_device, describe
 from halfstep.torch.optim.muon import Muon
-from halfstep.torch.parallel.ranks import from_all_ranks, in_group, leave_to_us, num_ranks
-from halfstep.torch.run.monitor import NEVER
-from halfstep.torch.run.readback import Readback
-from halfstep.torch.state import (
-    Copies,
-    load_state,
-    load_weights,
-    restored,
-    rows_here,
-    state_of,
-    stored,
-    written,
-)
-from halfstep.torch.step import Run, StepResult
+from halfstep.torch.optim.optimizers import build_optimizers
+from halfstep.torch.parallel.ranks import exclude_from_ddp, from_all_ranks, in_group, num_ranks, share
+from halfstep.torch.run import Run
+from halfstep.torch.state import Copies, load_state, load_weights, restored, rows_here, state_of, stored, written
+from halfstep.torch.update.graph import check_graph, why_not_with
+from halfstep.torch.update.readback import Readback
+from halfstep.torch.update.step import StepResult
 
 Tokens = NDArray[np.int32]
 # (updates applied so far, array namespace) -> what the learning rates are multiplied by, on the device
@@ -112,7 +103,10 @@ class Session:
         self.model.to(self.device)
         tokens, names = config.training.batch * config.model.context, self.model.module_names()
         check_reach(policy, reach(config.model))
-        check_later(config.schedule, lambda later: check_policy(self.model, later, names))
+        check_later(
+            config.schedule,
+            lambda later: check_policy(self.model, resolve(self.model, later, names), names=names),
+        )
         check_later(config.schedule, lambda later: check_reach(later, reach(config.model)))
         options: dict[str, Any] = {"tokens": tokens, "compiled": self._compiled, "split": not in_group()}
         options["memory"] = config.training.memory
@@ -152,12 +146,10 @@ class Session:
 
     def _share(self, config: RunConfig) -> None:
         """Shares the model among the processes of a job. DDP sends neither constants nor what gets no gradient."""
-        from halfstep.torch.parallel.share import share  # imports DDP
-
         constants = [name for name, _ in self.model.named_buffers()]
         idle = ["blocks.0.attn.value_mix"] if config.model.value_residual else []
         self.model._ddp_params_and_buffers_to_ignore = [*constants, *idle]  # type: ignore[assignment]
-        leave_to_us(self.model, self.conversion.summed_here())
+        exclude_from_ddp(self.model, self.conversion.reduced_by_run())
         called = share(self.model, list(self.model.blocks), config.parallel.shard, local_ranks())
         self._ddp = None if called is self.model else called
 
@@ -165,7 +157,7 @@ class Session:
     def notes(self) -> list[str]:
         """What was decided by measurement, here or in the run that is resumed; attention that is not fused."""
         conversion = self.run.conversion  # a state that was loaded may have replaced it
-        measured = None if conversion is None else conversion.measured
+        measured = conversion.measured
         slow = [f"attention: {how}" for how in self.model.attention_kernels() if how.startswith(UNFUSED)]
         return [*([] if measured is None else [f"measured: {measured.description}"]), *slow]
 
@@ -243,7 +235,7 @@ class Session:
         return rows_here(self.run, name, shape)
 
     def blame(self, micro_batches: Tokens, scale: float | None = None) -> Cause:
-        """Finds what made a step not finite by running it again, at a loss scale or the current one."""
+        """Finds what made a step not finite by running it again, at the given loss scale or the current one."""
         return self.run.blame(self._sum_and_count, self._to_device(micro_batches).unbind(), scale)
 
     def watch(self, slice: int) -> list[LayerInfo]:
@@ -270,7 +262,7 @@ class Session:
     def load(self, state: Mapping[str, Stored]) -> None:
         """Restores a state, or refuses it entirely."""
         given = {name: restored(record) for name, record in state.items()}
-        if "applied" in given:  # which is what every count of an optimizer is
+        if "applied" in given:  # every count of an optimizer equals it
             given |= {name: given["applied"].float() for name in state_of(self.run) if _is_count(name)}
         load_state(self.run, given)
 
@@ -291,9 +283,9 @@ class Session:
         """Returns the bytes that the device has; None if unknown."""
         return memory.capacity(self.device)
 
-    def ran_out(self, error: BaseException) -> bool:
+    def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether an error means that there was not enough memory."""
-        return memory.ran_out(error)
+        return memory.is_out_of_memory(error)
 
     def _sum_and_count(self, tokens: Tensor) -> tuple[Tensor, float]:
         return self._loss(tokens[:, :-1], tokens[:, 1:]), float(tokens[:, 1:].numel())
@@ -317,17 +309,3 @@ def _make_deterministic(*, compiled: bool) -> None:
         inductor.deterministic = True  # its environment variable comes too late once torch is imported
     # We read no memory before it is written; filling it would cost time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def build_optimizers(model: Decoder, config: OptimizerConfig) -> list[Optimizer]:
-    """Builds Muon for the matrices in blocks if the recipe says so, and AdamW for the rest, in its groups."""
-    named, built = dict(model.named_parameters()), list[Optimizer]()
-    adam: list[dict[str, Any]] = []
-    for group in parameter_groups(model.config, config):
-        pairs = [(name, named[name]) for name in group.names]
-        if group.muon:
-            built.append(Muon(pairs, group.rate, config.muon_momentum, group.weight_decay))
-        else:
-            adam.append({"params": pairs, "lr": group.rate, "weight_decay": group.weight_decay})
-    built.append(AdamW(adam, lr=config.rate, betas=config.betas, eps=config.epsilon))
-    return built

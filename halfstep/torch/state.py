@@ -24,20 +24,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from halfstep.core.averages import to_state
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import StateError
 from halfstep.core.formats import FP32
 from halfstep.core.scaling import ScaleState, saved_scale
 from halfstep.core.state_format import Description, Part, Snapshot, Stored, check_same, find_dtype
-from halfstep.torch.apply import adopt
-from halfstep.torch.cast import join, split
+from halfstep.torch.convert.apply import adopt
 from halfstep.torch.convert.fp8_choice import OF_LOSS
-from halfstep.torch.dtypes import dtype_of
+from halfstep.torch.numerics.cast import join, split
+from halfstep.torch.numerics.dtypes import dtype_of
+from halfstep.torch.numerics.shards import ShardRows, is_first_copy, is_shard, local, shard_like, shard_rows
+from halfstep.torch.numerics.split.operand import values_of
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import held_by, is_moment, label
 from halfstep.torch.parallel.ranks import in_group
-from halfstep.torch.run.parts import RunParts
-from halfstep.torch.shards import Rows, is_first_copy, is_shard, like, local, rows_of
-from halfstep.torch.split.operand import values_of
+from halfstep.torch.update.parts import RunParts
 
 # Names of dtypes in a safetensors header.
 _STORED = "float32 bfloat16 float16 float64 int64 int32 int16 int8 uint8 bool"
@@ -52,7 +52,7 @@ def state_of(run: RunParts) -> dict[str, Tensor]:
     return {name: local(tensor) for name, tensor in _live(run).items()}
 
 
-def written(run: RunParts) -> tuple[dict[str, Tensor], dict[str, Rows]]:
+def written(run: RunParts) -> tuple[dict[str, Tensor], dict[str, ShardRows]]:
     """Returns what this rank writes to a checkpoint, and which of it are rows of tensors that ranks share.
 
     The first copy of each shard is written, and by rank 0 what all ranks have.
@@ -60,13 +60,13 @@ def written(run: RunParts) -> tuple[dict[str, Tensor], dict[str, Rows]]:
     run.masters.check_writes()
     is_first = not in_group() or dist.get_rank() == 0
     live = {n: t for n, t in _live(run).items() if (is_first_copy(t) if is_shard(t) else is_first)}
-    return {n: local(t) for n, t in live.items()}, {n: rows_of(t) for n, t in live.items() if is_shard(t)}
+    return {n: local(t) for n, t in live.items()}, {n: shard_rows(t) for n, t in live.items() if is_shard(t)}
 
 
 def rows_here(run: RunParts, name: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
     """Returns which rows of a tensor in a state this rank has, given its whole shape; None if all of it."""
     shard = _shards(run).get(_parameter(name))
-    return None if shard is None or tuple(shard.shape) != shape else rows_of(shard)[:2]
+    return None if shard is None or tuple(shard.shape) != shape else shard_rows(shard)[:2]
 
 
 def _live(run: RunParts) -> dict[str, Tensor]:
@@ -99,7 +99,7 @@ def load_state(run: RunParts, given: Mapping[str, Tensor]) -> None:
     lazy = tuple(f"optimizer.{i}." for i, o in enumerate(run.optimizers) if not isinstance(o, Optimizer))
     fixed = [{n: t for n, t in side.items() if not n.startswith(lazy)} for side in (state, given)]
     # The random state of a device that the run did not use, or no longer has, did not affect its results.
-    # Nor did the loss of a layer where nobody measured it: it ran as the layer.
+    # Nor did the loss of a layer that was not measured apart: it ran in the precision of the layer.
     optional = ["rng.cuda", *(name for side in fixed for name in side if _is_of_loss(name))]
     check_same(*(_described(side) for side in fixed), optional=optional)
     scale = saved_scale(run.policy.scale, given)
@@ -117,7 +117,6 @@ def load_state(run: RunParts, given: Mapping[str, Tensor]) -> None:
         run.scale_state = ScaleState(*(value.to(run.device, copy=True) for value in scale))
     narrow = {name: bool(given.get(f"narrow.{name}", False)) for name in _narrow(run)}
     if narrow != _narrow(run):
-        assert run.conversion is not None
         run.conversion = adopt(run.model, run.conversion, narrow)
     run.buffers.remember()
     run.forget()
@@ -135,15 +134,15 @@ def load_weights(run: RunParts, given: Mapping[str, Tensor]) -> None:
     given = _as_held(run, given)
     for name, p in _parameters(run).items():
         if f"model.{name}" not in given:
-            raise HalfstepError(f"the state has no `model.{name}`", hint=hint)
+            raise StateError(f"the state has no `model.{name}`", hint=hint)
         hi, lo = given[f"model.{name}"], given.get(f"remainder.{name}")
         wide[p] = (hi.float() if lo is None else join(hi, lo)).to(p.device)
         if hi.shape != local(p).shape:
-            raise HalfstepError(
+            raise StateError(
                 f"`{name}` has the shape {tuple(hi.shape)} in the state and {tuple(p.shape)} in the model",
                 hint=hint,
             )
-    values = [like(p, value) if is_shard(p) else value for p, value in wide.items()]
+    values = [shard_like(p, value) if is_shard(p) else value for p, value in wide.items()]
     run.masters.assign([*wide], values, run.num_applied)
     for name, buffer in _buffers(run):
         if f"model.{name}" in given:
@@ -156,7 +155,7 @@ def to_dict(run: RunParts) -> dict[str, Any]:
     numbers = {name: value for name, value in _entries(run) if not isinstance(value, Tensor)}
     settings = [[_settings(group) for group in optimizer.param_groups] for optimizer in run.optimizers]
     fixed = {"policy": str(run.policy), "optimizers": [label(o) for o in run.optimizers], "groups": settings}
-    rows = {"rows": {name: list(rows_of(p)) for name, p in shards.items()}} if (shards := _shards(run)) else {}
+    rows = {"rows": {name: list(shard_rows(p)) for name, p in shards.items()}} if (shards := _shards(run)) else {}
     return {**fixed, **rows, "numbers": numbers, "tensors": state_of(run)}
 
 
@@ -168,18 +167,18 @@ def from_dict(run: RunParts, given: Mapping[str, Any]) -> None:
     """Restores what `to_dict` returned, or refuses it entirely."""
     missing = {"policy", "optimizers", "groups", "numbers", "tensors"} - given.keys()
     if missing:
-        raise HalfstepError(
+        raise StateError(
             f"this is not a state of a run: it has no `{sorted(missing)[0]}`",
             hint="run.state_dict() returns one; run.load_torch_amp takes the state of a torch optimizer",
         )
     if given["policy"] != str(run.policy):
-        raise HalfstepError(
+        raise StateError(
             f"the state has the policy `{given['policy']}`, and this run has `{run.policy}`",
             hint=f'prepare(model, optimizer, "{given["policy"]}"); or change the precision with load_state of '
             'halfstep.torch.state, which takes state["tensors"] without `scale.*`; or load_weights(run, tensors)',
         )
-    if given.get("rows", {}) not in ({}, {name: list(rows_of(p)) for name, p in _shards(run).items()}):
-        raise HalfstepError(
+    if given.get("rows", {}) not in ({}, {name: list(shard_rows(p)) for name, p in _shards(run).items()}):
+        raise StateError(
             "the state has other rows of the weights than this rank: it was saved by another rank, or by another "
             "number of ranks",
             hint="load what the same rank of as many ranks saved; any number of ranks reads a checkpoint that "
@@ -188,12 +187,12 @@ def from_dict(run: RunParts, given: Mapping[str, Any]) -> None:
     kinds = [label(optimizer) for optimizer in run.optimizers]
     shapes = [[len(groups) for groups in given["groups"]], [len(o.param_groups) for o in run.optimizers]]
     if [k.partition(" ")[0] for k in given["optimizers"]] != [k.partition(" ")[0] for k in kinds]:
-        raise HalfstepError(
+        raise StateError(
             f"the state is from {', '.join(given['optimizers'])}, and this run has {', '.join(kinds)}",
             hint="prepare the run with the optimizers it was saved with, in the same order",
         )
     if shapes[0] != shapes[1]:
-        raise HalfstepError(
+        raise StateError(
             f"the state has {shapes[0]} groups of parameters, and this run has {shapes[1]}",
             hint="create the same groups, including those that were added later, before loading",
         )
@@ -214,7 +213,7 @@ class Copies:
         self._held: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def take(self, state: Mapping[str, Tensor], rows: Mapping[str, Rows] | None = None) -> Snapshot:
+    def take(self, state: Mapping[str, Tensor], rows: Mapping[str, ShardRows] | None = None) -> Snapshot:
         """Launches the copies, over those of the previous snapshot. `rows` are of tensors that ranks share."""
         parts = dict(rows or {})
         for name, tensor in state.items():
@@ -290,7 +289,7 @@ def _as_held(run: RunParts, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _narrow(run: RunParts) -> Mapping[str, bool]:
     """Returns which of the measured layers are narrow: a resumed run must not measure them again."""
-    measured = None if run.conversion is None else run.conversion.measured
+    measured = run.conversion.measured
     return {} if measured is None else measured.narrow
 
 
@@ -301,7 +300,7 @@ def _is_of_loss(name: str) -> bool:
 def _check_amax(run: RunParts, given: Mapping[str, Tensor]) -> None:
     missing = [] if run.amaxes is None else [name for name in run.amaxes.layers if f"amax.{name}" not in given]
     if missing:
-        raise HalfstepError(
+        raise StateError(
             f"the state has no amax history of `{missing[0]}` ({len(missing)} layers lack theirs), by which its "
             "delayed operands are scaled",
             hint="resume a run with `delayed`, omit `delayed` from the policy, or load only the weights: "
@@ -340,20 +339,19 @@ def _checked_entries(
         optimizer, parameter, key = _place(run, name)
         p = names.get(parameter)
         if p is None or p not in set(held_by(optimizer)):
-            raise HalfstepError(
+            raise StateError(
                 f"the checkpoint is from another run: {label(optimizer)} has no `{parameter}`",
                 hint="resume with the model and optimizer it was saved with",
             )
         held = optimizer.state.get(p, {}).get(key)
         wanted = held.dtype if isinstance(held, Tensor) else value.dtype
         if is_moment(local(p), value):
-            moments = run.conversion.moments if run.conversion is not None else {}
-            wanted = dtype_of(moments.get(parameter, FP32))
+            wanted = dtype_of(run.conversion.moments.get(parameter, FP32))
         if value.dtype != wanted:
             ours = {name: (DTYPE_NAMES.get(wanted, str(wanted)), tuple(value.shape))}
             check_same(ours, _described({name: value}))
         placed = value.to(_device(optimizer, p, key, held), copy=True)
-        entries[optimizer][p, key] = like(p, placed) if is_shard(p) and value.ndim else placed
+        entries[optimizer][p, key] = shard_like(p, placed) if is_shard(p) and value.ndim else placed
     return entries
 
 

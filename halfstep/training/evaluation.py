@@ -1,10 +1,10 @@
 """How well a model predicts held-out text, compared with pairs of tokens.
 
 The loss is the mean of -ln p(token), in nats per token, and depends on the tokenizer; bits per byte do not
-(data/token_bytes.py). If the bytes of one token are unknown, they are counted by the average over all held-out
-text. The yardstick is the order-1 conditional entropy of the same tokens: what a model needs that knows the token
-before and this text's own pair counts. With a large vocabulary most pairs occur once: it is a bound that no model
-reaches.
+(data/tokenizer_base.py). If the bytes of one token are unknown, they are counted by the average over all held-out
+text. The yardstick is the order-1 conditional entropy of the same tokens: what a model would need that knows the
+previous token and this text's own pair counts. With a large vocabulary most pairs occur once: no model reaches
+that bound.
 """
 
 import math
@@ -80,7 +80,7 @@ def evaluate(
         rows = job.gather([total, count, size], "adding up the held-out loss")
         total, count, size = (sum(column) for column in zip(*rows, strict=True))
     bits = total / math.log(2) / size if size else None
-    return Evaluation(total / count if count else math.nan, count, bits, bigram_of(corpus, config))
+    return Evaluation(total / count if count else math.nan, count, bits, bigram_entropy(corpus, config))
 
 
 def _num_bytes(corpus: Corpus, before: NDArray[Any], tokens: NDArray[Any]) -> float:
@@ -104,7 +104,7 @@ def _batches(corpus: Corpus, config: RunConfig) -> Sequence[Callable[[], TokenBa
     )
 
 
-def bigram_of(corpus: Corpus, config: RunConfig) -> float:
+def bigram_entropy(corpus: Corpus, config: RunConfig) -> float:
     """Returns the yardstick on the tokens that `evaluate` predicts, per byte (per token if unknown)."""
     context, available = config.model.context, len(corpus.validation) - 1
     windows = max(1, min(config.training.validation_tokens, available) // context)

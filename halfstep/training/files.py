@@ -41,7 +41,7 @@ class LockedError(HalfstepError):
 
 @contextmanager
 def os_errors(kind: type[HalfstepError], what: str, hint: str | None = None) -> Iterator[None]:
-    """Inside, an error of the system becomes one of ours: what failed, and the system's reason."""
+    """Turns an OSError in the block into an error of `kind`: what failed, and the system's reason."""
     try:
         yield
     except OSError as error:
@@ -89,15 +89,15 @@ def flush(path: Path) -> None:
 
 
 class RunLock:
-    """The right to write to a folder, until `release`, until it is forgotten, or until the process ends."""
+    """The right to write to a folder, until `release`, garbage collection, or the end of the process."""
 
     def __init__(self, folder: Path):
         self.warning: str | None = None
-        self._lock = FileLock(folder / LOCK, thread_local=False, fallback_to_soft=False, on_acquired=_sign)
+        self._lock = FileLock(folder / LOCK, thread_local=False, fallback_to_soft=False, on_acquired=_write_holder)
         try:
             self._lock.acquire(blocking=False)
         except Timeout:
-            raise _in_use(folder) from None
+            raise _locked_error(folder) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
@@ -130,14 +130,14 @@ def is_lock(path: Path) -> bool:
     return isinstance(holder, dict) and set(holder) == {"pid", "host", "since"}
 
 
-def _sign(descriptor: int) -> None:
+def _write_holder(descriptor: int) -> None:
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
     with suppress(OSError):  # on a full disk the lock still holds; its holder is then unknown
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(holder).encode() + b"\n", 0)
 
 
-def _in_use(folder: Path) -> LockedError:
+def _locked_error(folder: Path) -> LockedError:
     try:
         holder = parse_json(read_bytes(folder / LOCK, 1000))
         who = f"process {holder['pid']} on {holder['host']} has been writing to it since {holder['since']}"

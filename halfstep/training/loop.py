@@ -6,57 +6,45 @@ work while the host prints: reading waits for a step that is over, never for the
 Everything that decides an update (weights, moments, scale, random state, position in the data) is in the
 checkpoint, and the data is a function of (seed, step): a resumed run continues as if it had never stopped.
 
-    run/resume          a new folder, or the checkpoint of the run in one; the lock is held until `run` returns
+    run/opening         data, session and folder, or the checkpoint of a run; the lock is held until `run` returns
     run/health          counts bad steps; run/response continues, rolls back or stops
     run/checkpointing   decides when to save and reports it; a thread writes (checkpoints/writer)
     run/monitor         decides when layers are looked at, and records it
 """
 
-import dataclasses
 import secrets
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from halfstep.config.policy_schedule import PolicySchedule
 from halfstep.config.run import RunConfig
 from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.core.refusal import slow_formats
 from halfstep.training import memory
-from halfstep.training.checkpoints.retention import Retention, warn_of_keep_best
-from halfstep.training.checkpoints.writer import Saver
-from halfstep.training.data.batches import batches_of
+from halfstep.training.checkpoints.writer import Retention, Saver
 from halfstep.training.data.corpus import Corpus
-from halfstep.training.data.load import load_corpus
 from halfstep.training.data.prefetch import Prefetch
 from halfstep.training.data.types import DataError
-from halfstep.training.evaluation import Evaluation, check_held_out, evaluate
-from halfstep.training.files import NoLock, RunLock
+from halfstep.training.evaluation import Evaluation, evaluate
 from halfstep.training.job import Job
 from halfstep.training.paths import CHECKPOINTS, EVENTS
-from halfstep.training.run import determinism, folder
-from halfstep.training.run.checkpointing import Checkpointer, Elsewhere
-from halfstep.training.run.health import Health
-from halfstep.training.run.manifest import RunContext
+from halfstep.training.run.checkpointing import Checkpointer, NullSaver
 from halfstep.training.run.monitor import Monitor
+from halfstep.training.run.opening import open_parts
 from halfstep.training.run.response import Responder, RollBackError
-from halfstep.training.run.resume import Opened, create_run
+from halfstep.training.run.resume import Opened
 from halfstep.training.run.signals import StopRequest
 from halfstep.training.schedule import factor
-from halfstep.training.session import Session, Tokens, open_session
+from halfstep.training.session import Tokens
 from halfstep.training.telemetry import loggers
-from halfstep.training.telemetry.ceiling import UNMEASURED, Ceiling
 from halfstep.training.telemetry.events import Events, NoEvents
-from halfstep.training.telemetry.meters import Meters, Tally
-from halfstep.training.telemetry.progress import StepProgress, lossy
+from halfstep.training.telemetry.meters import UNMEASURED, Ceiling, Meters, Tally
+from halfstep.training.telemetry.progress import StepProgress, drop_refusals
 from halfstep.training.weights import artifact
-from halfstep.training.weights.pretrained import Pretrained, open_pretrained
 
 
 @dataclass(frozen=True)
@@ -94,64 +82,34 @@ class Loop:
     ):
         self.job, self._progress = job or Job(), progress
         self.out, self.policy, self.deadline, self.ceiling = out, policy, deadline, ceiling
-        self.warnings = list(warnings)
-        self._open(config, opened, choice, device, corpus)
-        self._owes_evaluation = opened is not None and opened.owes_evaluation()
-        self._has_ended = self.start == config.training.steps and folder.has_ended(out)
+        parts = open_parts(
+            config,
+            policy,
+            out,
+            self.job,
+            opened=opened,
+            choice=choice,
+            device=device,
+            corpus=corpus,
+            warnings=warnings,
+        )
+        self.config, self.schedule, self.context = parts.config, parts.schedule, parts.context
+        self.corpus, self.batches, self.pretrained = parts.corpus, parts.batches, parts.pretrained
+        self.session, self.health = parts.session, parts.health
+        self.lock, self.start, self.warnings = parts.lock, parts.start, parts.warnings
+        self._evaluation_pending = opened is not None and opened.is_evaluation_pending()
+        self._finished_before = opened is not None and opened.has_ended and self.start == config.training.steps
         self._unreadable: DataError | None = None
         self.last_evaluation: Evaluation | None = None  # at the last step
         self._memory = 0  # the most that another rank has held
         self._measured = self.session.policy  # whose compute format the ceiling is of
-        self._equip(
-            resumed_from=None if opened is None else self.start
-        )  # 0 if it died before its first checkpoint
+        # A run that died before its first checkpoint resumes from step 0.
+        self._open_outputs(resumed_from=None if opened is None else self.start)
 
-    def _open(
-        self,
-        config: RunConfig,
-        opened: Opened | None,
-        choice: Choice | None,
-        device: str | None,
-        corpus: Corpus | None,
-    ) -> None:
-        """Opens data, session and folder, and the checkpoint if there is one; refuses a run that cannot start."""
-        with ExitStack() as on_error:  # a refused run releases the lock
-            if opened is not None:
-                on_error.callback(opened.lock.release)
-            device = self.job.connect(config, device)
-            loggers.check(config.training.loggers)
-            determinism.prepare(config, self.out)
-            data = config.data
-            self.corpus = corpus or load_corpus(data.source, data.validation, config.model.vocabulary)
-            self.batches = batches_of(config, self.corpus.train)
-            self.batches.rows(self.job.rank, self.job.ranks)  # refuses a batch that ranks cannot share
-            self._check_data()
-            check_held_out(self.corpus, config)
-            begins = opened is None or opened.saved is None
-            self.pretrained = self._open_pretrained(config) if config.init and begins else None
-            if self.pretrained is not None:
-                config = dataclasses.replace(config, init_digest=self.pretrained.digest)
-            self.config = config
-            self.schedule = PolicySchedule.of(self.policy, config.schedule, config.training.steps)
-            self.schedule.check(config.model)
-            # A checkpoint may be that of the last step before a change: the loop makes it, as it would have.
-            self.session = self._open_session(self.schedule.of_step(0 if opened is None else opened.step), device)
-            self.health = Health(config.training.rollback)
-            self.context = self._describe_run(choice)
-            self.lock, self.start = self._begin() if opened is None else self._resume(opened)
-            on_error.callback(self.lock.release)
-            self.job.check_folder(self.out)
-            on_error.pop_all()
-        self.warnings += warn_of_keep_best(config.training)
-        for i, policy in enumerate(self.schedule.policies):
-            self.warnings += policy.warnings if i else []  # of the first, its caller has warned
-            self.warnings += slow_formats(policy, self.session.description)
-        self.warnings += getattr(self.session, "notes", [])  # what was decided by measurement, or a checkpoint
-
-    def _equip(self, resumed_from: int | None) -> None:
-        """Makes what records, shows, saves and watches the run."""
+    def _open_outputs(self, resumed_from: int | None) -> None:
+        """Opens what records, shows, saves and watches the run."""
         config, owner = self.config, self.job.owner
-        shared, silent = self.job.ranks > 1, None if owner else lossy(None)
+        shared, silent = self.job.ranks > 1, None if owner else drop_refusals(None)
         self.stop = StopRequest(shared=shared)
         self.bar = self._progress(config.training.steps, start=self.start, stream=silent)
         self._gather_warnings()
@@ -165,91 +123,38 @@ class Loop:
         self.board = loggers.Board(names, self.out, resumed_from, self.warnings.append)
         keep = Retention(config.training.keep_last, config.training.keep_every, config.training.keep_best)
         self.saver = self._make_saver(keep)
-        self.checkpointer = self._make_checkpointer()
+        watched = (self.session, self.health, self.events, self.bar)
+        calls = (self.context.describe, self.context.load)
+        self.checkpointer = Checkpointer(self.saver, *watched, *calls, self.stop, self.deadline, self.job)
         about = (self.health, self.batches, self.session, self.checkpointer, self.tally)
         searched = self.meters if config.monitor.on else None
         self.responder = Responder(*about, job=self.job, meters=searched)
 
-    def _check_data(self) -> None:
-        """Refuses ranks that read other data than rank 0."""
-        if self.job.ranks > 1:
-            digests = {"data": self.corpus.digest, "held-out data": self.corpus.held_out_digest}
-            self.job.check_same(digests, "give every machine the same data, under the same name")
-
     def _gather_warnings(self) -> None:
-        """Adds to the warnings of rank 0 what other ranks alone warn of."""
+        """Adds the warnings that only other ranks have to those of rank 0."""
         for rank, others in enumerate(self.job.gather(self.warnings, "collecting warnings")):
             new = [f"rank {rank}: {message}" for message in others if message not in self.warnings]
             self.warnings += new if rank and self.job.owner else []
 
-    def _open_pretrained(self, config: RunConfig) -> Pretrained:
-        pretrained = open_pretrained(config.init, config.model, config.init_digest)
-        if pretrained.layout.name != "halfstep" and self.corpus.bytes_per_token == 1:
-            self.warnings.append(
-                f"the data is bytes, and the weights of `{config.init}` expect the tokens of their own tokenizer; "
-                "--set data.source=... names shards of those"
-            )
-        return pretrained
-
-    def _open_session(self, policy: Policy, device: str | None) -> Session:
-        weights = None if self.pretrained is None else self.pretrained.weights()
-        session = open_session(self.config, policy, device, weights=weights)
-        determinism.check(self.config, session.description.kind)
-        return session
-
-    def _describe_run(self, choice: Choice | None) -> RunContext:
-        origin = None if self.pretrained is None else self.pretrained.record()
-        parts = (self.corpus, self.batches, self.session, self.health)
-        return RunContext(self.config, self.policy, *parts, choice=choice, origin=origin, ranks=self.job.ranks)
-
-    def _begin(self) -> tuple[RunLock, int]:
-        """Makes the folder of a new run; returns its lock and the step to start from."""
-        self.batches.at(0, *self.job.share)  # refuses unreadable shards before there is a folder
-        if not self.job.owner:
-            return NoLock(), 0
-        lock = create_run(self.out, self.context.resolved())
-        self.warnings += [lock.warning] if lock.warning else []
-        return lock, 0
-
-    def _resume(self, opened: Opened) -> tuple[RunLock, int]:
-        """Restores a run from its checkpoint; returns its lock and the step to start from."""
-        start = opened.restore(self.context)
-        self.warnings += opened.warnings
-        return opened.lock, start
-
     def _make_saver(self, keep: Retention) -> Saver:
-        """Returns what saves: of ranks that have the same state rank 0, of those that share one each."""
+        """Returns the saver: rank 0 writes a state that all ranks have; each writes its part of a shared one."""
         job, about = self.job, (self.out / CHECKPOINTS, keep, self.start or None)
         if job.is_sharded:
-            token = job.tell(secrets.token_hex(8) if job.owner else None)
+            token = job.broadcast(secrets.token_hex(8) if job.owner else None)
             return Saver(*about, rank=job.rank, ranks=job.ranks, token=token)
-        return Saver(*about) if job.owner else Elsewhere(*about)
-
-    def _make_checkpointer(self) -> Checkpointer:
-        return Checkpointer(
-            self.saver,
-            self.session,
-            self.health,
-            self.events,
-            self.bar,
-            self.context.describe,
-            self.context.load,
-            self.stop,
-            self.deadline,
-            self.job,
-        )
+        return Saver(*about) if job.owner else NullSaver(*about)
 
     def run(self) -> Outcome:
         """Trains to the end, or until someone asks to stop."""
         try:
-            if self._has_ended:
+            if self._finished_before:
                 self._print_warnings()
                 about = (self.session, self.corpus, self.config)
                 held_out = evaluate(*about, is_over=self._is_over_anywhere, job=self.job)
                 known = None if self.stop.requested else held_out  # nothing is added to its record
                 return Outcome(self.out, self.start, True, 0.0, 0.0, known, self.start)
             with self.events, self.board:
-                self.events.listener = self.board.take
+                self.events.listener = self.board.log_event
                 self._announce()
                 self.monitor.start(self.start)
                 self.board.warn = self.checkpointer.warn
@@ -276,9 +181,9 @@ class Loop:
 
     def _run_to_its_end(self) -> Outcome:
         try:
-            with memory.convert_oom(self.session.ran_out, self._ran_out):
+            with memory.convert_oom(self.session.is_out_of_memory, self._oom_error):
                 self._train()
-            self.job.doing("saving the last step", timed=False)
+            self.job.set_activity("saving the last step", timed=False)
             with self.meters.part("saving"):
                 saved = self.checkpointer.save_last(self.tally.step)
         except HalfstepError as error:
@@ -293,15 +198,15 @@ class Loop:
             self._report_stop(saved)
         return self._finish(finished)
 
-    def _ran_out(self) -> HalfstepError:
-        """The newest checkpoint stands: a step that did not fit may have changed some weights and not others."""
+    def _oom_error(self) -> HalfstepError:
+        """Returns the error of a step that did not fit. It may have changed some weights: nothing is saved."""
         self.checkpointer.wait()
         peak, capacity = self.session.memory(), self.session.capacity()
-        return memory.in_training(self.config, self.tally.step, peak, capacity, self.saver.saved_step)
+        return memory.oom_while_training(self.config, self.tally.step, peak, capacity, self.saver.saved_step)
 
     def _train(self) -> None:
         total, tally = self.config.training.steps, self.tally
-        if self._owes_evaluation and self.start < total and not self._evaluate_start():
+        if self._evaluation_pending and self.start < total and not self._evaluate_start():
             return
         while True:
             try:
@@ -332,11 +237,11 @@ class Loop:
     def _is_over_anywhere(self) -> bool:
         """Whether a signal came to any rank: all of them ask at the same batch, and get the same answer."""
         if not self._is_over() and self.job.ranks > 1:
-            self.job.doing(f"evaluating after step {self.tally.step}")
-            self._hear(self.job.exchange(self.stop.received))
+            self.job.set_activity(f"evaluating after step {self.tally.step}")
+            self._adopt_signal(self.job.exchange(self.stop.received))
         return self._is_over()
 
-    def _hear(self, rows: list[tuple[int, ...]]) -> None:
+    def _adopt_signal(self, rows: list[tuple[int, ...]]) -> None:
         """Takes over a signal that any rank has received."""
         self.stop.request(next((number for number, *_ in rows if number), 0))
 
@@ -367,7 +272,7 @@ class Loop:
         if not self.tally.watch.seconds and (training.compile or self.config.backend == "jax"):
             self.bar.note("compiling the first step")
         self.tally.watch.start(self.tally.step)
-        for batch in self._readable(self.meters.fed(batches)):
+        for batch in self._until_unreadable(self.meters.timed_batches(batches)):
             self._follow_schedule()
             if self.monitor.shadow_due(self.tally.launched + 1):
                 if pending is not None:
@@ -375,8 +280,8 @@ class Loop:
                     pending = None
                 self.monitor.shadow(self.tally.launched + 1, batch)
                 self.tally.watch.start(self.tally.step)
-            self.job.doing(f"step {self.tally.launched + 1}", timed=self.meters.steps > 0)
-            with self.monitor.around(self.tally.launched + 1):
+            self.job.set_activity(f"step {self.tally.launched + 1}", timed=self.meters.steps > 0)
+            with self.monitor.observe_step(self.tally.launched + 1):
                 result = self.session.step(batch)
             self.tally.launched += 1
             if pending is not None:
@@ -398,7 +303,7 @@ class Loop:
         policy = self.schedule.of_step(self.tally.launched + 1)
         if policy == self.session.policy:
             return
-        self.job.doing(f"changing the policy after step {self.tally.launched}", timed=False)
+        self.job.set_activity(f"changing the policy after step {self.tally.launched}", timed=False)
         self.session.change_policy(policy)
         self._announce_policy()
         self.tally.watch.start(self.tally.step)  # none of it is time spent training
@@ -433,7 +338,7 @@ class Loop:
         """Evaluates, saves and samples after a step that is done, where each is due."""
         held_out = self._evaluate() if self._evaluates_after(step) else None
         if self._saves_after(step):
-            self.job.doing(f"saving step {step}", timed=False)
+            self.job.set_activity(f"saving step {step}", timed=False)
             with self.meters.part("saving"):
                 self.checkpointer.save(step, None if held_out is None else held_out.loss)
         if step == self.config.training.steps:
@@ -444,7 +349,7 @@ class Loop:
         if why or self._evaluates_after(step) or self._saves_after(step):
             self.tally.watch.start(self.tally.step)  # none of it is time spent training
 
-    def _readable(self, batches: Iterable[Tokens]) -> Iterator[Tokens]:
+    def _until_unreadable(self, batches: Iterable[Tokens]) -> Iterator[Tokens]:
         """Yields batches up to one that cannot be read, so that what was launched before it still counts.
 
         Ranks tell each other whether they have their tokens before any of them launches the step, which needs all.
@@ -453,22 +358,22 @@ class Loop:
         while True:
             batch, step = None, self.tally.launched + 1
             try:
-                self.job.doing(f"reading its data for step {step}")
+                self.job.set_activity(f"reading its data for step {step}")
                 batch = next(iterator, None)
             except DataError as error:
                 self._unreadable = error
-            if not self._all_have_theirs(batch, step):
+            if not self._all_ranks_have_data(batch, step):
                 return
             assert batch is not None
             yield batch
 
-    def _all_have_theirs(self, batch: Tokens | None, step: int) -> bool:
+    def _all_ranks_have_data(self, batch: Tokens | None, step: int) -> bool:
         if self.job.ranks == 1:
             return batch is not None
-        self.job.doing(f"waiting for all ranks to have the data of step {step}")
+        self.job.set_activity(f"waiting for all ranks to have the data of step {step}")
         state = (self.stop.received, batch is None, self._unreadable is not None, self.session.memory())
         rows = self.job.exchange(*map(int, state))
-        self._hear(rows)
+        self._adopt_signal(rows)
         self._memory = max(row[3] for row in rows)
         if any(failed for _, _, failed, _ in rows):
             error = self._unreadable
@@ -479,7 +384,9 @@ class Loop:
 
     def _record(self, result: Any) -> None:
         tally = self.tally
-        self.job.doing(f"waiting for its device to finish step {tally.step + 1}", timed=self.meters.steps > 0)
+        self.job.set_activity(
+            f"waiting for its device to finish step {tally.step + 1}", timed=self.meters.steps > 0
+        )
         numbers = self.session.read(result)
         if numbers["stuck"]:
             self.responder.stop(tally.step + 1, result)
@@ -529,11 +436,11 @@ class Loop:
         speed = self._tokens_per_step * self.meters.speed()
         if not self.job.owner:
             pass
-        elif held_out is not None and self.stop.left(self.deadline) is None:
+        elif held_out is not None and self.stop.seconds_left(self.deadline) is None:
             weights = "ema" if self.config.training.ema else "model"
             origin = artifact.origin_of(self.context.describe(tally.step, None), tally.step, weights)
             about = (self.session, self.corpus, self.config, self.out)
-            artifact.conclude(*about, held_out, origin, self.events, self.bar)
+            artifact.write_artifact(*about, held_out, origin, self.events, self.bar)
         elif held_out is not None and self.config.artifact.format != "none":
             self.checkpointer.warn(
                 f"the artifact was skipped because of the deadline: `halfstep artifact {self.out}` makes it"

@@ -1,4 +1,4 @@
-"""Running out of memory: refused before the model is built if possible, and reported with the way out.
+"""Running out of memory: refused before the model is built if possible, and reported with a remedy.
 
 The least that a run holds is known beforehand: the weights, and to train them a gradient and moments of each, all
 in the narrowest formats that the policy names. Activations come on top. `halfstep.<backend>.memory` knows how much
@@ -14,7 +14,7 @@ from halfstep.config.run import RunConfig
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.core.roles import Param
-from halfstep.training.telemetry.progress import in_bytes
+from halfstep.training.telemetry.progress import format_bytes
 
 # The fewest moments an optimizer keeps of a weight: Muon has one of matrices, and two of the rest.
 _MOMENTS = {"adamw": 2, "muon": 1}
@@ -29,7 +29,7 @@ class OutOfMemoryError(HalfstepError):
 
 
 def least_bytes(config: RunConfig, policy: Policy, *, train: bool, shards: int = 1) -> int:
-    """Returns the least that a device holds, without activations; weights are whole until they are shared."""
+    """Returns the fewest bytes that a device must hold, without activations; weights are whole until sharded."""
     bits = whole = _bits(policy, "param")
     if train:
         bits += min(_bits(policy, "grad_weight"), _bits(policy, "accumulate"))
@@ -44,8 +44,8 @@ def check_fits(config: RunConfig, policy: Policy, capacity: int | None, *, train
         holds = "weights, gradients and moments" if train else "weights"
         holds = f"share of {holds} takes" if shards > 1 else f"{holds} take"
         raise OutOfMemoryError(
-            f"the model has {config.model.num_parameters:,} parameters, whose {holds} {in_bytes(least)}, "
-            f"and the device has {in_bytes(capacity)}",
+            f"the model has {config.model.num_parameters:,} parameters, whose {holds} {format_bytes(least)}, "
+            f"and the device has {format_bytes(capacity)}",
             hint=_SMALLER if train else _OTHER_DEVICE,
         )
     tokens = config.training.batch * (config.training.micro_batches if train else 1) * config.model.context
@@ -58,40 +58,42 @@ def check_fits(config: RunConfig, policy: Policy, capacity: int | None, *, train
 
 
 @contextmanager
-def convert_oom(ran_out: Callable[[BaseException], bool], error: Callable[[], HalfstepError]) -> Iterator[None]:
-    """Inside, a framework's out-of-memory error becomes one that says what to do."""
+def convert_oom(
+    is_out_of_memory: Callable[[BaseException], bool], error: Callable[[], HalfstepError]
+) -> Iterator[None]:
+    """Turns a framework's out-of-memory error in the block into one that says what to do."""
     try:
         yield
     except HalfstepError:
         raise
     except Exception as raised:
-        if ran_out(raised):
+        if is_out_of_memory(raised):
             raise error() from raised
         raise
 
 
-def in_training(
+def oom_while_training(
     config: RunConfig, step: int, held: int, capacity: int | None, saved: int | None
 ) -> OutOfMemoryError:
     """Returns the error of a step that did not fit."""
-    has = "" if capacity is None else f" of {in_bytes(capacity)}"
+    has = "" if capacity is None else f" of {format_bytes(capacity)}"
     resume = "" if saved is None else f"; --resume continues after step {saved}"
     return OutOfMemoryError(
-        f"the device ran out of memory after step {step}: {in_bytes(held)}{has} were held",
+        f"the device ran out of memory after step {step}: {format_bytes(held)}{has} were held",
         hint=f"{' or '.join(_ways(config))}{resume}",
     )
 
 
-def in_scoring(config: RunConfig) -> OutOfMemoryError:
+def oom_while_scoring(config: RunConfig) -> OutOfMemoryError:
     """Returns the error of held-out text that did not fit."""
     return OutOfMemoryError(
         f"the device ran out of memory scoring {config.training.batch} sequences at once", hint=_OTHER_DEVICE
     )
 
 
-def in_making(config: RunConfig, capacity: int | None) -> OutOfMemoryError:
+def oom_while_building(config: RunConfig, capacity: int | None) -> OutOfMemoryError:
     """Returns the error of a model that did not fit."""
-    has = "" if capacity is None else f", which has {in_bytes(capacity)}"
+    has = "" if capacity is None else f", which has {format_bytes(capacity)}"
     return OutOfMemoryError(
         f"the device{has}, ran out of memory while it received {config.model.num_parameters:,} parameters",
         hint="another process may be using it; a smaller model fits",

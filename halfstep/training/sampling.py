@@ -1,19 +1,19 @@
-"""Text from a model, token by token; drawn in numpy, so that one seed writes one text as far as logits agree."""
+"""Samples text from a model, token by token. numpy draws, so one seed gives one text wherever the logits agree."""
 
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from halfstep.core.errors import ConfigError
+from halfstep.core.errors import OptionError
 from halfstep.training.data.tokenizer_base import BytesTokenizer, Tokenizer
 from halfstep.training.data.types import Tokens
 from halfstep.training.session import Session
 
-FIRST_TOKENS = 64  # of the held-out text, to begin with
+FIRST_TOKENS = 64  # of the held-out text, whose first line is the default prompt
 
 
-def check_asked(length: int, temperature: float, top_k: int, seed: int) -> None:
-    """Refuses settings that cannot draw text, each by its name."""
+def check_sampling(length: int, temperature: float, top_k: int, seed: int) -> None:
+    """Refuses options that are out of range, and names each."""
     is_warmth = temperature == 0 or 0.01 <= temperature <= 100
     wrong = [
         f"{name} {given}: it must be {allowed}"
@@ -26,11 +26,11 @@ def check_asked(length: int, temperature: float, top_k: int, seed: int) -> None:
         if not right
     ]
     if wrong:
-        raise ConfigError("; ".join(wrong), hint="`halfstep sample --help` explains each and its default")
+        raise OptionError("; ".join(wrong), hint="`halfstep sample --help` explains each and its default")
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: bytes) -> list[int]:
-    """Returns a prompt as tokens, after the separator that documents begin with. Bytes take any bytes."""
+    """Returns a prompt as tokens, after the separator that documents begin with. A byte tokenizer takes any."""
     if isinstance(tokenizer, BytesTokenizer):
         return list(prompt)
     tokens = [int(token) for token in tokenizer.encode([prompt.decode(errors="replace")])[0]]
@@ -45,8 +45,8 @@ def first_line(tokenizer: Tokenizer, held_out: Tokens) -> bytes:
     return next((line.encode() for line in lines if line.strip()), b"\n")
 
 
-def written(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[bytes]:
-    """Yields tokens as text, each at once if it has a text of its own, else all at the end."""
+def decode_stream(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[bytes]:
+    """Yields the text of tokens: of each as it comes if its bytes are known, otherwise of all at the end."""
     if tokenizer.pieces is None:
         yield tokenizer.decode(tokens)
         return

@@ -17,7 +17,7 @@ from halfstep.config.weights import Weights
 from halfstep.core.audit.cause import Cause
 from halfstep.core.compare.shadow import Shadow
 from halfstep.core.devices import Device
-from halfstep.core.errors import HalfstepError, how_to_install
+from halfstep.core.errors import MissingPackageError, how_to_install
 from halfstep.core.observed import LayerInfo, Sample
 from halfstep.core.policy import Policy
 from halfstep.core.state_format import Snapshot, Stored
@@ -151,7 +151,7 @@ class Session(Watched, Protocol):
     def capacity(self) -> int | None:
         """Returns the bytes that the device has, None if unknown."""
 
-    def ran_out(self, error: BaseException) -> bool:
+    def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether an error means that memory ran out."""
 
 
@@ -160,12 +160,12 @@ def backend_module(backend: str, name: str) -> Any:
     try:
         return import_module(f"halfstep.{backend}.{name}")
     except ModuleNotFoundError as error:
-        raise HalfstepError(
+        raise MissingPackageError(
             f"backend `{backend}` is not available: there is no module `{error.name}`",
             hint=how_to_install(backend),
         ) from None
     except (ImportError, OSError) as error:  # a library that memory has no room for, or of another machine
-        raise HalfstepError(
+        raise MissingPackageError(
             f"backend `{backend}` cannot be imported: {error}",
             hint=f"free some memory; or {how_to_install(backend, '--force-reinstall ')}",
         ) from None
@@ -209,7 +209,7 @@ def open_session(
     capacity = check_device(config, policy, device, train=train)
     check_later(config.schedule, lambda later: check_device(config, later, device, train=train))
     warms = train and optimizer.name == "muon" and optimizer.muon_momentum_warmup > 0
-    with memory.convert_oom(module.memory.ran_out, lambda: memory.in_making(config, capacity)):
+    with memory.convert_oom(module.memory.is_out_of_memory, lambda: memory.oom_while_building(config, capacity)):
         session: Session = module.Session(
             config, policy, device, schedule if train else None, weights, momentum=warming if warms else None
         )

@@ -4,6 +4,7 @@ The checks are functions of a folder, so that each can be given a tree with a pl
 """
 
 import ast
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -19,43 +20,30 @@ LAYERS = [
     {"torch", "jax", "mlx"},
     {"training"},
     {"integrations"},
-    {"tools"},  # to come here: plan
+    {"tools"},
     {"report"},
     {"cli"},
 ]
 # The order of the rooms (modules and sub-packages) inside a package: a room may import those before it, and those
 # on its own line as long as files form no cycle. A room that is not listed is an error: a new one needs a place.
 BACKEND_ROOMS = [
-    {"compile_cache", "dtypes", "memory", "shards", "tracing"},
-    {"cast"},
-    {"split", "kernels"},
-    {"lowering"},
-    {"matmul", "fp8", "norms", "recompute", "losses"},
+    {"jaxpr", "pytree"},  # what JAX gives us, by name
+    {"numerics", "kernels", "fp8", "loss"},  # formats, casts and matmuls, and the kernels that compute them
     {"layers"},
     {"model"},
     {"measure"},
-    {"functions", "islands"},
-    {"convert"},
-    {"apply"},
+    {"convert"},  # modules and functions, and what a policy puts in their place
+    {"islands"},
     {"optim"},
-    {"observe"},  # statistics of every layer
-    {"collect"},  # what an audit sees; `audit` itself is a public function of jax and mlx
     {"parallel"},
-    {"run"},
-    {"graph"},
-    {"state"},
-    {"step"},
-    {"session"},
-    {"tuning"},
+    {"update", "state"},  # the engine: it calls hooks, and knows no instrument
+    {"instruments"},  # what looks at a run: audit, monitor, shadow, planning, tuning
+    {"run", "session"},  # the faces above both
     {"export"},
-    {"planning"},
 ]
-# JAX interprets a whole loss function by what `apply` decided; torch's `apply` plans with the table of functions.
-JAX_ROOMS = [names for names in BACKEND_ROOMS if "functions" not in names]
-JAX_ROOMS.insert(JAX_ROOMS.index({"apply"}) + 1, {"functions"})
 ROOMS = {
     "torch": BACKEND_ROOMS,
-    "jax": JAX_ROOMS,
+    "jax": BACKEND_ROOMS,
     "mlx": BACKEND_ROOMS,
     "training": [
         {"files", "paths", "schedule"},
@@ -67,26 +55,26 @@ ROOMS = {
         {"run", "weights"},
         {"loop"},
     ],
-    "integrations": [{"state"}, {"accelerate"}, {"transformers", "lightning"}],
+    "integrations": [{"state", "refusals"}, {"accelerate"}, {"transformers", "lightning"}],
 }
 BACKENDS = ("torch", "jax", "mlx")
+# Backends whose audit collects without the engine: it may import core, and these, which import core alone too.
+COLLECTORS = {
+    "torch": {},
+    "jax": {
+        "halfstep.jax.jaxpr": "the kinds of primitives, which the engine opens as an audit does",
+        "halfstep.jax.pytree": "the names of parameters, which are those of rules",
+    },
+}
 # Rooms that a backend lacks, each with its reason.
 ABSENT_ROOMS = {
-    "split": "torch alone: autograd must know that half of a split master has an fp32 gradient",
-    "tracing": "torch alone: code that dynamo takes as it is asks whether it is being compiled",
-    "compile_cache": "torch alone: JAX's own cache has whole programs, and MLX keeps none",
     "fp8": "torch, JAX: the hardware's own fp8 matmul, and amaxes of earlier updates; MLX emulates",
     "kernels": "torch alone: JAX compiles a whole step, and MLX has no such kernels yet",
-    "recompute": "torch alone: JAX keeps by a policy of its own, and MLX cannot",
-    "losses": "torch alone: cross-entropy in one kernel over narrow logits; the others fuse it by themselves",
-    "norms": "torch alone: eager layers of narrow inputs call one kernel; the others fuse or compile",
+    "loss": "torch alone: cross-entropy in one kernel over narrow logits; the others fuse it by themselves",
+    "jaxpr": "JAX alone: the others trace no programs of this kind",
+    "pytree": "JAX alone: the others hold parameters in modules",
     "islands": "torch alone: there is a torch.nn whose names people expect",
-    "shards": "torch alone: JAX's arrays and MLX's have no class of their own for a part of one",
-    "graph": "torch alone: a step is one program on JAX, and one graph on MLX if it is compiled",
-    "planning": "torch alone: its meta device follows a step that no memory holds",
     "export": "torch alone: the libraries that read an export run on it",
-    "tuning": "torch alone: `halfstep tune` tries formats module by module, and hardware has them on torch first",
-    "convert": "torch, MLX: modules change their class; JAX has functions instead",
 }
 # The frameworks, and the folder that may import each.
 FRAMEWORKS = {
@@ -95,8 +83,8 @@ FRAMEWORKS = {
     "mlx": {"mlx"},
     "integrations": {"accelerate", "transformers", "lightning"},
 }
-# The recipes that `halfstep bench` races, each in a process of its own, and the policy inside frameworks on torch.
-MAY_IMPORT_TORCH = ("halfstep.tools.bench.arms", "halfstep.integrations")
+# The policy inside frameworks on torch.
+MAY_IMPORT_TORCH = ("halfstep.integrations",)
 # What core may import besides the standard library.
 CORE_MAY_IMPORT = {"numpy", "halfstep"}
 # These load the public names of a package when they are used, and import for type checkers only.
@@ -226,6 +214,23 @@ def heavy_core(package: Path) -> list[str]:
     ]
 
 
+def entangled_collectors(package: Path) -> list[str]:
+    """What an audit brings into a user's script: it must run beside a framework that the engine cannot use."""
+    faults = []
+    for backend, extra in COLLECTORS.items():
+        own = f"{package.name}.{backend}.instruments.collect."
+        allowed = (f"{package.name}.core.", own)
+        for module, path in modules(package).items():
+            allows = (*allowed, *extra) if module.startswith(own) else allowed
+            if module.startswith(own) or module in extra:
+                faults += [
+                    f"{module} imports {target}"
+                    for target in imports(path, module)
+                    if target.startswith(f"{package.name}.") and not target.startswith(allows)
+                ]
+    return faults
+
+
 def uneven_backends(package: Path) -> list[str]:
     present = {name: rooms(package / name) for name in BACKENDS if (package / name).is_dir()}
     every = set().union(*present.values())
@@ -250,16 +255,30 @@ def undocumented(package: Path) -> list[str]:
     return [m for m, path in modules(package).items() if not ast.get_docstring(ast.parse(path.read_text("utf-8")))]
 
 
+def stale_paths(package: Path) -> list[str]:
+    """Files that a comment or a docstring names and that are not there: after a move, words stay behind."""
+    folders = (package, *(package.parent / name for name in ("tests", "benchmarks", "docs", "examples")))
+    files = [f"/{path.as_posix()}" for folder in folders for path in folder.rglob("*.py")]
+    return [
+        f"{module} names {named}"
+        for module, path in modules(package).items()
+        for named in re.findall(r"(?<![\w/.{}-])([\w/]+\.py)\b(?!i)", path.read_text(encoding="utf-8"))
+        if not any(file.endswith(f"/{named}") for file in files)
+    ]
+
+
 CHECKS = [
     wrong_way,
     unplaced,
     cycles,
     strayed_frameworks,
     heavy_core,
+    entangled_collectors,
     uneven_backends,
     crowded_folders,
     banned_names,
     undocumented,
+    stale_paths,
 ]
 
 
@@ -287,7 +306,21 @@ PLANTED = [
         {"training/data/a.py": "from halfstep.training.run import b"},
         "data.a imports halfstep.training.run",
     ),
-    (wrong_way, {"torch/cast.py": "from halfstep.torch import step"}, "torch.cast imports halfstep.torch.step"),
+    (
+        wrong_way,
+        {"torch/numerics/cast.py": "from halfstep.torch import run"},
+        "torch.numerics.cast imports halfstep.torch.run",
+    ),
+    (
+        wrong_way,
+        {"torch/update/step.py": "def f():\n    from halfstep.torch.instruments.monitor import Monitor"},
+        "torch.update.step imports halfstep.torch.instruments.monitor",
+    ),
+    (
+        wrong_way,
+        {"jax/instruments/shadow.py": "from halfstep.jax.run import Run"},
+        "jax.instruments.shadow imports halfstep.jax.run",
+    ),
     (unplaced, {"extras/a.py": ""}, "extras"),
     (unplaced, {"torch/novelty.py": ""}, "novelty"),
     (cycles, CYCLE, "core.a ->"),
@@ -299,10 +332,21 @@ PLANTED = [
     (strayed_frameworks, {"torch/a.py": "import accelerate"}, "belongs in halfstep.integrations"),
     (unplaced, {"integrations/novelty.py": ""}, "novelty"),
     (heavy_core, {"core/a.py": "import rich"}, "imports rich"),
+    (
+        entangled_collectors,
+        {"torch/instruments/collect/a.py": "def f():\n    from halfstep.torch import layers"},
+        "collect.a imports halfstep.torch.layers",
+    ),
+    (
+        entangled_collectors,
+        {"jax/jaxpr.py": "from halfstep.jax import layers"},
+        "jaxpr imports halfstep.jax.layers",
+    ),
     (uneven_backends, {"torch/a.py": "", "torch/b/c.py": "", "jax/a.py": ""}, "halfstep/jax lacks b"),
     (crowded_folders, {f"core/a{i}.py": "" for i in range(23)}, "holds 23 files"),
     (banned_names, {"core/utils.py": ""}, "core.utils"),
     (undocumented, {"core/a.py": "x = 1"}, "core.a"),
+    (stale_paths, {"core/a.py": '"""As in core/b.py, and not as in core/a.py."""'}, "core.a names core/b.py"),
 ]
 
 

@@ -1,38 +1,24 @@
 """Goals are judged as they are stated, rows share runs where they can, and the page shows what was measured."""
 
-import importlib.util
 import json
-import sys
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.measure import goals
+from benchmarks.race import seeds
 from halfstep.core.errors import HalfstepError
 
 ROOT = Path(__file__).parents[2]
 REAL = Namespace(dry=False, set=[])
 
 
-def script(folder, name):
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / folder / f"{name}.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-@pytest.fixture(scope="module")
-def goals():
-    script("measure", "first_step")
-    return script("measure", "goals")
-
-
 def arm(*seconds, memory=100, held_out=2.5, failed=""):
     return {"seconds": list(seconds), "memory": memory, "held_out": held_out, "failed": failed}
 
 
-def test_speed_counts_median_turns_and_memory_is_ours_over_theirs(goals):
+def test_speed_counts_median_turns_and_memory_is_ours_over_theirs():
     ours, theirs = arm(1.0, 2.0, 9.0, memory=60), arm(3.0, 2.2, 1.5)
     speed = goals.Goal("ours", "theirs", "speed", 1.1, 1.2)
     assert speed.ratios(ours, theirs) == (1.1, 1.5)
@@ -45,34 +31,34 @@ def test_speed_counts_median_turns_and_memory_is_ours_over_theirs(goals):
     assert first.reached(0.5)
 
 
-def test_losses_must_not_be_further_apart_than_seeds(goals):
+def test_losses_must_not_be_further_apart_than_seeds():
     goal, theirs = goals.Goal("ours", "theirs", "loss", 1.0), arm(held_out={"0": 2.0, "1": 3.0})
     assert goal.ratios(arm(held_out={"0": 2.5, "1": 3.5}), theirs) == (0.5, None)
     assert goal.ratios(arm(held_out={"0": 2.5}), arm(held_out={"0": 2.5})) == "one seed has no spread"
 
 
-def test_what_failed_is_named_and_nothing_is_invented(goals):
+def test_what_failed_is_named_and_nothing_is_invented():
     arms = {"halfstep": arm(1.0), "autocast": arm(1.5), "casted": arm(failed="OutOfMemoryError: too | much")}
     lines = goals.table({"bf16": {"arms": arms}}, ["bf16", "golf"])[2:]
     assert lines[0].endswith("| 1.17 | 1.500 | 1.500 | yes | 0 / 0 | 2.5000 / 2.5000 |")
     assert lines[1].endswith("| casted: OutOfMemoryError: too / much |  |  |  |  |")
     assert all("| not measured yet |" in line for line in lines[2:])
-    seeds = {"fp8": goals._of_seeds([0, 1], {"0": 2.5}), "bf16": goals._of_seeds([0, 1], {"0": 2.25, "1": 2.0})}
-    lines += goals.table({"fp8-loss": {"arms": seeds}}, ["fp8-loss"])[2:]
+    runs = {"fp8": goals._of_seeds([0, 1], {"0": 2.5}), "bf16": goals._of_seeds([0, 1], {"0": 2.25, "1": 2.0})}
+    lines += goals.table({"fp8-loss": {"arms": runs}}, ["fp8-loss"])[2:]
     assert lines[-1].endswith("| fp8: not done: seeds [1] |  |  |  | 2.5000 / 2.2500 2.0000 |")
     assert all(line.count(" |") == lines[0].count(" |") for line in lines)
 
 
-def test_rows_of_one_setting_share_a_run(goals):
-    assert goals.together(["bf16", "golf", "lean", "fp8-1.3b", "fp8"], REAL) == [
+def test_rows_of_one_setting_share_a_run():
+    assert goals.group_rows(["bf16", "golf", "lean", "fp8-1.3b", "fp8"], REAL) == [
         ["bf16", "lean", "fp8"],
         ["golf"],
         ["fp8-1.3b"],
     ]
-    assert [len(group) for group in goals.together(list(goals.ROWS), REAL)] == [3, *[1] * 9]
+    assert [len(group) for group in goals.group_rows(list(goals.ROWS), REAL)] == [3, *[1] * 9]
 
 
-def test_rows_that_share_a_run_keep_their_own_arms(goals, monkeypatch, capsys):
+def test_rows_that_share_a_run_keep_their_own_arms(monkeypatch, capsys):
     asked = []
 
     def run(arms, **setting):
@@ -101,7 +87,7 @@ def test_rows_that_share_a_run_keep_their_own_arms(goals, monkeypatch, capsys):
     assert "fp8-1.3b: not measured, for 20 s are left" in capsys.readouterr().err
 
 
-def test_seeds_that_are_known_are_not_run_again(goals, monkeypatch):
+def test_seeds_that_are_known_are_not_run_again(monkeypatch):
     calls = []
 
     def run(name, given, seconds):
@@ -118,7 +104,7 @@ def test_seeds_that_are_known_are_not_run_again(goals, monkeypatch):
     assert found["fp8"] == {**known["fp8"], "failed": ""}
 
 
-def test_seeds_of_a_recipe_count_if_all_their_updates_were_done(goals, monkeypatch):
+def test_seeds_of_a_recipe_count_if_all_their_updates_were_done(monkeypatch):
     calls = []
 
     def run(arms, setting, seconds, known):
@@ -134,7 +120,7 @@ def test_seeds_of_a_recipe_count_if_all_their_updates_were_done(goals, monkeypat
     assert found["source"] == {"held_out": {"0": 2.1, "1": 3.0}, "failed": "not done: seeds [2]"}
 
 
-def test_the_page_shows_what_was_measured(goals):
+def test_the_page_shows_what_was_measured():
     stored = ROOT / "docs" / "measurements" / "goals.json"
     kept = json.loads(stored.read_text()) if stored.exists() else {}
     page = (ROOT / "docs" / "measurements" / "goals.md").read_text(encoding="utf-8")
@@ -145,7 +131,6 @@ def test_the_page_shows_what_was_measured(goals):
 @pytest.mark.prove
 def test_a_seed_after_another_is_the_seed_alone(monkeypatch):
     """One compiled model serves all seeds, so nothing of a seed may be left for the next."""
-    seeds = script("race", "seeds")
     shape = {"layers": 1, "width": 32, "heads": 2, "context": 16, "vocabulary": 256}
     monkeypatch.setattr(seeds, "HELD_OUT", 4)
     options = Namespace(**shape, batch=2, steps=3, rate=1e-2, device="cpu", seeds=[0])

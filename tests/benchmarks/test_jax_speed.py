@@ -1,6 +1,5 @@
 """The benchmark of JAX's speed runs on a small model, and its arms train alike."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.measure import jax_speed
 from halfstep.config.load import load
 
 ROOT = Path(__file__).parents[2]
@@ -46,11 +46,8 @@ def test_the_recipe_trains_as_it_does_by_hand():
 
 @pytest.mark.prove
 def test_a_stock_model_of_flax_trains_as_it_does_by_hand():
-    spec = importlib.util.spec_from_file_location("jax_speed", SCRIPT)
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
-    config = load("gpt2", [*benchmark.TINY, "model.layers=1", "policy=bf16-mixed"])
+    config = load("gpt2", [*jax_speed.TINY, "model.layers=1", "policy=bf16-mixed"])
     draw = np.random.default_rng(0)
     batch = draw.integers(0, config.model.vocabulary, (2, config.model.context + 1)).astype(np.int32)
-    ours, other = (benchmark.MAKERS[arm](config, True)[0]([batch] * 8) for arm in ("flax", "flax-by-hand"))
+    ours, other = (jax_speed.MAKERS[arm](config, True)[0]([batch] * 8) for arm in ("flax", "flax-by-hand"))
     check_alike(ours, other)

@@ -1,15 +1,15 @@
 """The sources of `speedrun` and `golf` in plain torch compute and train like the recipes."""
 
-import importlib.util
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks.race import recipe_sources as sources
+from benchmarks.race import recipe_tokens, recipes
 from halfstep.config.load import load
 from halfstep.config.weights import initial_weights
 from halfstep.core.policy import Policy
@@ -17,26 +17,12 @@ from halfstep.torch.model import Decoder
 from halfstep.training.data.load import load_corpus
 from halfstep.training.session import open_session
 
-RACE = Path(__file__).parents[2] / "benchmarks" / "race"
 SHARED = ["model.vocabulary=64", "model.context=16", "model.width=32", "training.batch=2"]
 SHARED += ["training.micro_batches=2", "training.compile=false"]
 SMALL = {
     "speedrun": ["model.layers=3", "model.heads=2"],
     "golf": ["model.layers=5", "model.heads=4", "model.kv_heads=2", "model.mlp_width=64"],
 }
-
-
-def script(name):
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, RACE / f"{name}.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-@pytest.fixture(scope="module")
-def sources():
-    return script("recipe_sources")
 
 
 def config_of(recipe):
@@ -49,7 +35,7 @@ def awake(model):
     return {n: np.asarray(v + 0.3 * draw(v.shape), np.float32) for n, v in initial_weights(model, 0)}
 
 
-def source_of(sources, recipe, weights, tables=torch.float32):
+def source_of(recipe, weights, tables=torch.float32):
     model = {"speedrun": sources.Speedrun, "golf": sources.Golf}[recipe](config_of(recipe).model)
     model.table_dtype = tables
     model.load_state_dict({name: torch.from_numpy(value) for name, value in weights.items()})
@@ -57,11 +43,11 @@ def source_of(sources, recipe, weights, tables=torch.float32):
 
 
 @pytest.mark.parametrize("recipe", SMALL)
-def test_the_recipe_computes_what_its_source_computes(recipe, sources):
+def test_the_recipe_computes_what_its_source_computes(recipe):
     """Loss and gradients in fp32: some fifty sums of at most 128 terms in sequence, with random signs."""
     config = config_of(recipe).model
     weights = awake(config)
-    ours, theirs = Decoder(config), source_of(sources, recipe, weights)
+    ours, theirs = Decoder(config), source_of(recipe, weights)
     ours.set_weights(weights.items())
     tokens = torch.from_numpy(np.random.default_rng(1).integers(0, 64, (3, 17)))
     loss = ours.loss(tokens[:, :-1], tokens[:, 1:]) / tokens[:, 1:].numel()
@@ -79,26 +65,26 @@ def test_the_recipe_computes_what_its_source_computes(recipe, sources):
 
 
 @torch.no_grad()
-def test_rotating_the_other_way_equals_exchanging_halves(sources, monkeypatch):
+def test_rotating_the_other_way_equals_exchanging_halves(monkeypatch):
     """The sources rotate by the negative angle."""
     weights = awake(config_of("speedrun").model)
     tokens = torch.from_numpy(np.random.default_rng(1).integers(0, 64, (3, 17)))
-    expected = source_of(sources, "speedrun", weights)(tokens[:, :-1], tokens[:, 1:])
-    turned = sources.turned
-    monkeypatch.setattr(sources, "turned", lambda x, cos, sin: turned(x, cos, -sin))
-    other = source_of(sources, "speedrun", weights)(tokens[:, :-1], tokens[:, 1:])
+    expected = source_of("speedrun", weights)(tokens[:, :-1], tokens[:, 1:])
+    rotate = sources.rotate
+    monkeypatch.setattr(sources, "rotate", lambda x, cos, sin: rotate(x, cos, -sin))
+    other = source_of("speedrun", weights)(tokens[:, :-1], tokens[:, 1:])
     assert abs(float(other - expected)) > 1e-4
     for name in weights:
         if name.endswith(("attn.q.weight", "attn.k.weight")):
             heads = weights[name].reshape(2, 2, 8, 32)  # heads, halves, features of a half
             weights[name] = np.ascontiguousarray(heads[:, ::-1]).reshape(32, 32)
-    exchanged = source_of(sources, "speedrun", weights)(tokens[:, :-1], tokens[:, 1:])
+    exchanged = source_of("speedrun", weights)(tokens[:, :-1], tokens[:, 1:])
     assert float(exchanged) == pytest.approx(float(expected), rel=1e-6)
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("recipe", SMALL)
-def test_the_recipe_trains_like_its_source(recipe, sources):
+def test_the_recipe_trains_like_its_source(recipe):
     """Three updates with the source's own optimizers, in bf16: the same losses to a rounding of the logits."""
     config = load(recipe, [*SHARED, *SMALL[recipe], "model.layers=2", "model.context=8", "training.batch=1"])
     if recipe == "speedrun":
@@ -126,19 +112,17 @@ def test_tokens_are_packed_from_source_text(tmp_path):
     pytest.importorskip("tokenizers")
     for i in range(120):
         (tmp_path / f"m{i:03}.py").write_text(f"def f{i}(x):\n    return x + {i}  # größer\n" * 3)
-    summary = script("recipe_tokens").make(tmp_path / "out", 300, 1, [tmp_path])
+    summary = recipe_tokens.make(tmp_path / "out", 300, 1, [tmp_path])
     corpus = load_corpus(str(tmp_path / "out"), 0.1, 300)
     assert (len(corpus.train), len(corpus.validation)) == (summary["train_tokens"], summary["val_tokens"])
     sizes = [len((tmp_path / f"m{i:03}.py").read_bytes()) for i in range(120)]
     assert summary["val_bytes"] == sum(sizes[::50])
     assert summary["train_bytes"] + summary["val_bytes"] == sum(sizes)
     assert summary == json.loads((tmp_path / "out" / "tokens.json").read_text())
-    assert script("recipe_tokens").make(tmp_path / "out", 300) == summary  # used as it is
+    assert recipe_tokens.make(tmp_path / "out", 300) == summary  # used as it is
 
 
 def test_the_table_shows_the_measurements(monkeypatch):
-    script("recipe_tokens")
-    recipes = script("recipes")
     arm = {"losses": [3.0] * 4, "evaluations": {4: 2.5}, "memory": 35463 << 20}
     results = {
         "tokens_per_step": 524288,
@@ -150,4 +134,4 @@ def test_the_table_shows_the_measurements(monkeypatch):
     results["arms"]["source"]["seconds"] = [1.3]
     assert "NOT within 3 %" in "\n".join(recipes.table(results, "speedrun"))
     monkeypatch.setattr(sys, "argv", ["x", "--recipe", "golf", "--tokens", "a", "--json=b", "--steps", "3"])
-    assert recipes.passed_on() == ["--recipe", "golf", "--steps", "3"]
+    assert recipes.worker_options() == ["--recipe", "golf", "--steps", "3"]

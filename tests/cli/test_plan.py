@@ -6,26 +6,14 @@ import pytest
 
 from halfstep.cli.main import run
 
-SMALL = [
-    "--set",
-    "model.layers=1",
-    "--set",
-    "model.width=32",
-    "--set",
-    "model.heads=2",
-    "--set",
-    "model.context=16",
-]
+SIZES = ("layers=1", "width=32", "heads=2", "context=16")
+SMALL = [word for size in SIZES for word in ("--set", f"model.{size}")]
 
 
 @pytest.mark.prove
 def test_policies_stand_side_by_side(capsys):
-    assert (
-        run(
-            ["plan", "tiny", "--gpu", "h200", "--policy", "bf16-mixed", "--policy", "fp32", "--price", "2", *SMALL]
-        )
-        == 0
-    )
+    policies = ["--policy", "bf16-mixed", "--policy", "fp32"]
+    assert run(["plan", "tiny", "--gpu", "h200", *policies, "--price", "2", *SMALL]) == 0
     printed = capsys.readouterr()
     assert "bf16-mixed" in printed.out
     assert "fp32" in printed.out

@@ -34,7 +34,7 @@ def test_the_newest_run_is_the_one_that_was_trained_last(tmp_path):
     older = make(tmp_path, f"tiny-{DAY}", 1000.0)
     newer = make(tmp_path, f"gpt2-{DAY}", 2000.0, torn=True)
     os.utime(newer, (1, 1))
-    (older / "model.int8z").write_bytes(b"")  # as `halfstep artifact` does: the folder's own time is now
+    (older / "model.int8z").write_bytes(b"")  # as `halfstep export` does: the folder's own time is now
     assert folder.newest(tmp_path) == newer
     assert folder.newest(tmp_path, "tiny") == older
 
@@ -64,7 +64,7 @@ def test_resume_takes_the_run_that_was_trained_last(quick, runs, capsys):
     first, second = runs / f"tiny-{DAY}", runs / "tiny-20250102-030406"
     for where in (first, second):
         assert run(["train", *quick, "--out", str(where)]) == 0
-    assert run(["artifact", str(first), "--device", "cpu"]) == 0
+    assert run(["export", str(first), "--to", "artifact", "--device", "cpu"]) == 0
     make(runs, f"tiny-big-{DAY}", time.time() + 100)
     capsys.readouterr()
     assert run(["train", "tiny", "--resume", *quick]) == 0
@@ -139,8 +139,6 @@ EMPTY = {
     "sample --validation": ["sample", "run", "--validation", ""],
     "verify": ["data", "verify", ""],
     "show": ["data", "show", ""],
-    "bench --save": ["bench", "--save", ""],
-    "bench --picture": ["bench", "--picture", ""],
 }
 
 

@@ -17,8 +17,8 @@ from halfstep.report import page
 from halfstep.tools import probe
 from halfstep.training.files import RunLock
 from halfstep.training.telemetry import loggers
-from halfstep.training.telemetry.ceiling import Ceiling
 from halfstep.training.telemetry.events import EventsError, read_events
+from halfstep.training.telemetry.meters import Ceiling
 from tests.training.runs import raising
 
 
@@ -114,7 +114,7 @@ def test_the_measurement_is_printed_and_recorded(small, tmp_path, capsys, emulat
     if not emulate:
         pytest.importorskip("torch")
         from halfstep.core.formats import E4M3
-        from halfstep.torch.dtypes import supported
+        from halfstep.torch.numerics.dtypes import supported
 
         if not (found := supported(E4M3, "cpu")):
             pytest.skip(found.reason)

@@ -1,4 +1,4 @@
-"""`halfstep eval` in any policy and with averages, and `halfstep artifact`, as people type them."""
+"""`halfstep eval` in any policy and with averages, and `halfstep export --to artifact`, as people type them."""
 
 import json
 import shutil
@@ -15,6 +15,7 @@ from tests.training.runs import raising
 GIVEN = ["model.vocabulary=256", "model.context=16", "model.layers=2", "model.width=16", "model.heads=4",
          "model.kv_heads=2", "model.mlp_width=32", "training.batch=2", "training.micro_batches=1",
          "training.steps=3", "training.compile=false", "training.validation_tokens=64"]  # fmt: skip
+ARTIFACT = ("export", "--to", "artifact")
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +48,10 @@ def test_a_checkpoint_is_evaluated_in_any_policy(trained, capsys, policy):
         assert found["loss"] != trained_in["loss"]  # it did run in another precision
 
 
-@pytest.mark.parametrize("command", ["eval", "sample", "artifact"])
+@pytest.mark.parametrize("command", ["eval", "sample", "export"])
 def test_what_a_name_of_another_library_is_read_as_is_said(trained, tmp_path, capfd, command):
     other = ["--length", "1", "--prompt", "x"] if command == "sample" else []
-    other = ["--out", str(tmp_path / "a.int8z")] if command == "artifact" else other
+    other = ["--to", "artifact", "--out", str(tmp_path / "a.int8z")] if command == "export" else other
     assert run([command, str(trained), "--policy", "32-true", "--device", "cpu", *other]) == 0
     said = " ".join(capfd.readouterr().err.split())
     assert "`32-true` is read as `fp32`, which is what it means in Lightning" in said
@@ -82,7 +83,7 @@ def test_averages_that_were_not_kept_are_refused(tmp_path, capsys):
 
 
 def test_an_artifact_of_a_run(trained, tmp_path, capsys):
-    code, result = run_json(capsys, "artifact", trained)
+    code, result = run_json(capsys, *ARTIFACT, trained)
     data = (trained / "model.int8z").read_bytes()
     assert (code, result["bytes"], result["limit"], result["over"]) == (0, len(data), 16_000_000, 0)
     _, before = run_json(capsys, "eval", trained)
@@ -91,16 +92,41 @@ def test_an_artifact_of_a_run(trained, tmp_path, capsys):
     assert result["bits_per_byte_after"] == pytest.approx(result["bits_per_byte_before"], rel=0.01)
     # the policy to evaluate in does not change what is written
     out = tmp_path / "other.int8z"
-    run_json(capsys, "artifact", trained, "--policy", "bf16-true", "--out", out)
+    run_json(capsys, *ARTIFACT, trained, "--policy", "bf16-true", "--out", out)
     assert out.read_bytes() == data
-    run_json(capsys, "artifact", trained, "--weights", "model", "--out", out)
+    run_json(capsys, *ARTIFACT, trained, "--weights", "model", "--out", out)
     assert out.read_bytes() != data
     assert decode(out.read_bytes())[0].layers == 2
 
 
+def test_the_older_name_of_an_artifact_does_the_same(trained, tmp_path, capsys):
+    places = [tmp_path / "older.int8z", tmp_path / "newer.int8z"]
+    given = [("artifact",), ARTIFACT]
+    older, newer = (run_json(capsys, *c, trained, "--out", p) for c, p in zip(given, places, strict=True))
+    assert (older[0], {**older[1], "path": ""}) == (newer[0], {**newer[1], "path": ""})
+    assert places[0].read_bytes() == places[1].read_bytes()
+    assert run(["artifact", "--help"]) == 0
+    assert "The same as halfstep export --to artifact" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("to", "option", "value"),
+    [
+        ("artifact", "--format", "fp32"),
+        ("artifact", "--tokens", "64"),
+        ("hf", "--limit", "100"),
+        ("onnx", "--policy", "fp32"),
+        ("safetensors", "--backend", "jax"),
+    ],
+)
+def test_an_option_that_means_nothing_for_a_target_is_refused(trained, capsys, to, option, value):
+    assert run(["export", str(trained), "--to", to, option, value]) == 2
+    assert f"error: {option} {value}: `--to {to}` takes no {option}" in capsys.readouterr().err
+
+
 def test_an_artifact_is_evaluated_sampled_from_and_trained_further(trained, tmp_path, capsysbinary):
     place = tmp_path / "model.int8z"
-    _, result = run_json(capsysbinary, "artifact", trained, "--out", place)
+    _, result = run_json(capsysbinary, *ARTIFACT, trained, "--out", place)
     _, found = run_json(capsysbinary, "eval", place)
     assert (found["loss"], found["bits_per_byte"]) == (result["loss_after"], result["bits_per_byte_after"])
     assert (found["step"], found["policy"], found["weights"]) == (3, "bf16-mixed,emulate=true", "ema")
@@ -113,7 +139,7 @@ def test_an_artifact_is_evaluated_sampled_from_and_trained_further(trained, tmp_
     assert "its matrices were rounded to int8" in " ".join(capsysbinary.readouterr().err.decode().split())
     for wrong, said in (
         (["eval", str(place), "--weights", "model"], "was made of its run's ema weights"),
-        (["artifact", str(place)], "is an artifact already"),
+        ([*ARTIFACT, str(place)], "is an artifact already"),
     ):
         assert run(wrong) == 2
         assert said in " ".join(capsysbinary.readouterr().err.decode().split())
@@ -133,29 +159,29 @@ def test_a_model_is_evaluated_and_sampled_from_on_another_backend(trained, tmp_p
     assert run([*sampled, "--backend", backend]) == 0
     assert capsysbinary.readouterr().out == text
     place = tmp_path / "model.int8z"
-    assert run_json(capsysbinary, "artifact", trained, "--backend", backend, "--out", place, *fp32)[0] == 0
-    assert run_json(capsysbinary, "artifact", trained, "--out", tmp_path / "torch.int8z", *fp32)[0] == 0
+    assert run_json(capsysbinary, *ARTIFACT, trained, "--backend", backend, "--out", place, *fp32)[0] == 0
+    assert run_json(capsysbinary, *ARTIFACT, trained, "--out", tmp_path / "torch.int8z", *fp32)[0] == 0
     assert place.read_bytes() == (tmp_path / "torch.int8z").read_bytes()
 
 
 def test_an_artifact_over_its_limit_is_an_exit_code_and_an_older_one_is_replaced(trained, tmp_path, capsys):
-    code, result = run_json(capsys, "artifact", trained, "--limit", "100", "--out", tmp_path / "x")
+    code, result = run_json(capsys, *ARTIFACT, trained, "--limit", "100", "--out", tmp_path / "x")
     assert (code, result["over"]) == (1, result["bytes"] - 100)
     assert (tmp_path / "x").exists()
-    assert run(["artifact", str(trained), "--device", "cpu", "--out", str(tmp_path / "no" / "x")]) == 2
+    assert run([*ARTIFACT, str(trained), "--device", "cpu", "--out", str(tmp_path / "no" / "x")]) == 2
     assert "cannot be written" in capsys.readouterr().err
-    assert run(["artifact", str(trained), "--limit", "-1"]) == 2
+    assert run([*ARTIFACT, str(trained), "--limit", "-1"]) == 2
     assert "--limit must be from 0 to" in capsys.readouterr().err
     place = tmp_path / "x"
     place.write_bytes(b"HSINT8Z\1 of another run")
-    assert run_json(capsys, "artifact", trained, "--out", place)[0] == 0
+    assert run_json(capsys, *ARTIFACT, trained, "--out", place)[0] == 0
     assert decode(place.read_bytes())[0].layers == 2
 
 
 def test_the_artifact_of_a_checkpoint_is_in_the_run_folder(trained, capsys, monkeypatch):
     (trained / "model.int8z").unlink(missing_ok=True)
     monkeypatch.chdir(trained / "checkpoints")
-    run_json(capsys, "artifact", "step-000003")
+    run_json(capsys, *ARTIFACT, "step-000003")
     assert (trained / "model.int8z").is_file()
     assert not (trained / "checkpoints" / "model.int8z").exists()
 
@@ -175,7 +201,7 @@ def untouched(monkeypatch):
 def test_an_artifact_replaces_no_other_file(trained, untouched, capsys, named, name):
     place = trained / name
     before = place.read_bytes() if place.is_file() else None
-    assert run(["artifact", str(trained / named), "--out", str(place)]) == 2
+    assert run([*ARTIFACT, str(trained / named), "--out", str(place)]) == 2
     err = capsys.readouterr().err
     assert f"error: `{place}` " in err
     assert "name another file with --out" in err
@@ -187,10 +213,10 @@ def test_an_artifact_is_written_neither_among_checkpoints_nor_over_a_users_file(
 ):
     (tmp_path / "link").symlink_to(trained / "checkpoints")
     for place in (tmp_path / "link" / "x", trained / ".." / trained.name / "checkpoints" / "x"):
-        assert run(["artifact", str(trained), "--out", str(place)]) == 2
+        assert run([*ARTIFACT, str(trained), "--out", str(place)]) == 2
         assert "belongs to the run" in capsys.readouterr().err
     (trained / "model.int8z").write_text("mine")
-    assert run(["artifact", str(trained)]) == 2
+    assert run([*ARTIFACT, str(trained)]) == 2
     assert "exists, and is not an artifact" in capsys.readouterr().err
     assert (trained / "model.int8z").read_text() == "mine"
     (trained / "model.int8z").unlink()
@@ -215,9 +241,9 @@ def test_a_copy_of_a_checkpoint_is_one_whatever_its_name(trained, tmp_path, caps
     assert run_json(capsys, "eval", best) == (0, before)
     monkeypatch.chdir(best)
     assert run_json(capsys, "eval", ".") == (0, before)
-    assert run_json(capsys, "artifact", best)[1]["path"] == str(tmp_path / "model.int8z")  # next to it
+    assert run_json(capsys, *ARTIFACT, best)[1]["path"] == str(tmp_path / "model.int8z")  # next to it
     (tmp_path / "made").touch()  # as mktemp does
-    assert run_json(capsys, "artifact", best, "--out", tmp_path / "made")[0] == 0
+    assert run_json(capsys, *ARTIFACT, best, "--out", tmp_path / "made")[0] == 0
     assert run_json(capsys, "eval", best) == (0, before)
 
 
@@ -246,8 +272,8 @@ def test_a_missing_folder_is_not_called_empty(tmp_path, capsys):
     said = {"empty": "holds no checkpoint", "gone": "there is no such folder",
             "step-000001": "there is no such folder", "file": "is a file"}  # fmt: skip
     for name, words in said.items():
-        for command in ("eval", "sample", "artifact"):
-            assert run([command, str(tmp_path / name), "--device", "cpu"]) == 2
+        for command in (["eval"], ["sample"], ARTIFACT):
+            assert run([*command, str(tmp_path / name), "--device", "cpu"]) == 2
             err = capsys.readouterr().err
             assert words in err
             assert "name a run folder" in err
@@ -290,7 +316,7 @@ def test_a_model_of_packed_data_is_evaluated_on_any_text_as_if_it_had_been_packe
     records = tmp_path / "valid.jsonl"
     records.write_text(json.dumps({"text": valid.read_text()}))
     assert run_json(capsysbinary, "eval", out, "--validation", records) == (0, own)
-    _, written = run_json(capsysbinary, "artifact", out, "--validation", valid)
+    _, written = run_json(capsysbinary, *ARTIFACT, out, "--validation", valid)
     assert written["loss_before"] == own["loss"]
     # Elsewhere the index and the tokenizer are enough.
     for path in [*packed.glob("*.bin"), *packed.glob("*.crc"), packed / "token_bytes.npy"]:
@@ -318,7 +344,7 @@ def test_a_model_with_a_held_out_text_of_its_own_is_evaluated_without_the_text_i
     said = capsysbinary.readouterr().err.decode()
     assert f"evaluating on held-out text `{valid}`" in " ".join(said.split())
     _, own = run_json(capsysbinary, "eval", out)
-    _, written = run_json(capsysbinary, "artifact", out)
+    _, written = run_json(capsysbinary, *ARTIFACT, out)
     train.unlink()
     for model, loss in ((out, own["loss"]), (out / "model.int8z", written["loss_after"])):
         assert run_json(capsysbinary, "eval", model)[1]["loss"] == loss

@@ -2,8 +2,8 @@
 
 import pytest
 
-from halfstep.config.flops import flops_per_token, matmul_parameters
 from halfstep.config.load import load
+from halfstep.config.model import flops_per_token, matmul_parameters
 
 
 def model(*overrides):

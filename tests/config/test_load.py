@@ -8,7 +8,7 @@ from halfstep.cli.train import train
 from halfstep.config.load import load, recipe_names, to_toml
 from halfstep.config.run import NAMES_ELSEWHERE, OTHER_MEANINGS, RunConfig
 from halfstep.config.schema import rows
-from halfstep.core.errors import ConfigError
+from halfstep.core.errors import ConfigError, ConfigFileError, UnknownRecipeError
 from halfstep.core.policy import Policy, read
 
 
@@ -135,23 +135,20 @@ def test_a_wrong_file_is_named_with_its_place(tmp_path, text, said):
 
 
 def test_what_is_no_recipe(tmp_path):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UnknownRecipeError) as caught:
         load("tinny")
     assert "did you mean `tiny`?" in caught.value.hint
-    with pytest.raises(ConfigError, match="there is no file"):
+    with pytest.raises(ConfigFileError):
         load(str(tmp_path / "none.toml"))
     (tmp_path / "bytes.toml").write_bytes(b'title = "x"\ndata = "\xff"')
-    with pytest.raises(ConfigError, match=r"bytes\.toml:2: this is not UTF-8: byte 0xff") as caught:
+    with pytest.raises(ConfigFileError, match=r"bytes\.toml:2: this is not UTF-8: byte 0xff") as caught:
         load(str(tmp_path / "bytes.toml"))
-    assert "save it as UTF-8" in caught.value.hint
     (tmp_path / "folder.toml").mkdir()
-    with pytest.raises(ConfigError, match=r"folder\.toml` is a folder") as caught:
+    with pytest.raises(ConfigFileError, match=r"folder\.toml` is a folder") as caught:
         load(str(tmp_path / "folder.toml"))
-    assert "name the file in it" in caught.value.hint
     (tmp_path / "loop.toml").symlink_to("loop.toml")
-    with pytest.raises(ConfigError, match=r"loop\.toml` cannot be read: Too many levels") as caught:
+    with pytest.raises(ConfigFileError, match=r"loop\.toml` cannot be read: Too many levels") as caught:
         load(str(tmp_path / "loop.toml"))
-    assert caught.value.hint
 
 
 def test_a_name_of_another_library_means_a_setting_that_exists_and_hides_none():

@@ -5,7 +5,7 @@ from importlib import resources
 import pytest
 
 from halfstep.config.machines import load_machine, machine_names
-from halfstep.core.errors import ConfigError
+from halfstep.core.errors import UnknownRecipeError
 
 
 @pytest.mark.parametrize("name", machine_names())
@@ -20,6 +20,6 @@ def test_every_number_has_its_source(name):
 
 
 def test_a_gpu_without_a_machine_file_says_how_to_make_one():
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(UnknownRecipeError) as error:
         load_machine("gaudi3")
     assert "halfstep probe --save mine.toml" in str(error.value)

@@ -5,7 +5,7 @@ import pytest
 from halfstep.config.load import load
 from halfstep.config.model import ModelConfig, is_matmul, module_names, owner, parameter_shapes
 from halfstep.config.weights import initial_weights
-from halfstep.core.errors import ConfigError
+from halfstep.core.errors import SettingConflictError
 
 SPEEDRUN, GOLF = load("speedrun").model, load("golf").model
 
@@ -77,5 +77,5 @@ def test_first_weights_are_those_of_the_sources_and_a_tied_head_is_not_zero():
     assert (golf["blocks.0.attn.q_gain"] == 1.5).all()
     assert not golf["blocks.0.attn.o.weight"].any()
     assert golf["blocks.0.attn.q.weight"].std() == pytest.approx((3 * 64) ** -0.5, rel=0.05)
-    with pytest.raises(ConfigError, match="zero_head"):
+    with pytest.raises(SettingConflictError, match="zero_head"):
         ModelConfig(tied=True, zero_head=True)

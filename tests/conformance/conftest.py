@@ -17,6 +17,7 @@ from halfstep.core import philox, rounding, split
 from halfstep.core.policy import Policy
 from halfstep.core.scaling import ScaleState, Verdict
 
+ROOMS = {"cast": "numerics.cast", "dtypes": "numerics.dtypes", "apply": "convert.apply"}
 KINDS = {"loss": float, "skipped": bool, "scale": float, "grad_norm": float, "stuck": bool}
 
 
@@ -54,8 +55,8 @@ class Backend:
     words = np.uint32  # the dtype of random words
 
     def __getattr__(self, part):
-        """Imports halfstep's own module of that name: cast, layers, dtypes, apply, step, model, session."""
-        return import_module(f"halfstep.{self.name}.{part}")
+        """Imports halfstep's own module of that name: cast, layers, dtypes, apply, run, model, session."""
+        return import_module(f"halfstep.{self.name}.{ROOMS.get(part, part)}")
 
     def casts(self, precision):
         return self.layers.casts_of(precision)
@@ -200,7 +201,7 @@ class TorchToy(Toy):
         self.backend, self.model = backend, Model()
         self.model.layer.weight.data = backend.array(weight)
         sgd = Sgd([{"params": list(self.model.named_parameters())}], {"lr": rate})
-        self.run = backend.step.prepare(self.model, sgd, policy, clip_norm=clip_norm)
+        self.run = backend.run.prepare(self.model, sgd, policy, clip_norm=clip_norm)
 
     def step(self, micro_batches):
         def loss(batch):
@@ -294,7 +295,7 @@ class JaxToy:
 
         self.backend, self.key = backend, (rate, clip_norm)
         self.optimizer = self.steps.setdefault(rate, optax.sgd(rate))
-        self.state = backend.step.init({"layer": {"weight": backend.array(weight)}}, self.optimizer, policy)
+        self.state = backend.run.init({"layer": {"weight": backend.array(weight)}}, self.optimizer, policy)
 
     def step(self, micro_batches):
         jnp, count = self.backend.xp, len(micro_batches)
@@ -303,9 +304,9 @@ class JaxToy:
             def loss(params, batch):
                 y = batch["x"] @ params["layer"]["weight"].T
                 total = (y.astype(jnp.float32) * batch["t"]).sum()
-                return self.backend.step.Weighted(total, batch["weight"])
+                return self.backend.run.Weighted(total, batch["weight"])
 
-            self.steps[self.key, count] = self.backend.step.make_step(
+            self.steps[self.key, count] = self.backend.run.make_step(
                 loss, self.optimizer, clip_norm=self.key[1], micro_batches=count, cast_batch=False
             )
         compute = self.backend.dtypes.dtype_of(self.state.policy.compute.format)
@@ -315,7 +316,7 @@ class JaxToy:
         return read(self.last)
 
     def check(self):
-        self.backend.step.check(self.last)
+        self.backend.run.check(self.last)
 
     def weight(self):
         return self.backend.named(self.state.params["layer"]["weight"])
@@ -404,7 +405,7 @@ class MlxToy(Toy):
         self.backend, self.model = backend, Model()
         self.model.layer.weight = backend.array(weight)
         sgd = optimizers.SGD(learning_rate=rate)
-        self.run = backend.step.prepare(self.model, sgd, policy, clip_norm=clip_norm)
+        self.run = backend.run.prepare(self.model, sgd, policy, clip_norm=clip_norm)
 
     def step(self, micro_batches):
         mx = self.backend.mx

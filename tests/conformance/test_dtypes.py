@@ -139,7 +139,7 @@ def test_asking_about_the_cpu_starts_no_gpu_and_loads_no_compiler(backend):
         "import sys\n"
         "def refuse(*a, **k): raise RuntimeError('a device was asked for')\n"
         f"{ASKED[backend.name]}"
-        f"from halfstep.{backend.name} import cast, dtypes\n"
+        f"from halfstep.{backend.name}.numerics import cast, dtypes\n"
         "from halfstep.core.formats import BF16\n"
         "dtypes.describe('cpu'); dtypes.supported(BF16, 'cpu')\n"
         f"{CAST[backend.name]}"

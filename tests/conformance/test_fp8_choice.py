@@ -6,8 +6,8 @@ from torch import nn
 
 from halfstep.core.policy import Policy
 from halfstep.core.precision import precisions
+from halfstep.jax.convert.fp8_choice import measure_products
 from halfstep.jax.measure import Product
-from halfstep.jax.run.fp8_choice import measure_products
 from halfstep.torch.convert.fp8_choice import measure_all
 from halfstep.torch.convert.plan import plans_of
 

@@ -227,11 +227,15 @@ def test_weight_gradients_in_bf16_are_rounded(backend):
         casts = backend.casts(base_precision(Policy.parse(policy)))
         given = x if casts.emulate else backend.as_dtype(x, BF16)
         _, grads = backend.vjp(lambda *a, c=casts: backend.layers.linear(*a, c), [given, w, b], g)
-        _, (owned,) = backend.vjp(lambda p, c=casts: backend.layers.owned(p, c), [b], samples(4, seed=4))
+        _, (owned,) = backend.vjp(
+            lambda p, c=casts: backend.layers.with_weight_grad_format(p, c), [b], samples(4, seed=4)
+        )
         for _, grad in (*grads[1:], owned):
             assert np.array_equal(grad, stored(grad, BF16))
     plain = backend.casts(half(BF16))
-    _, [(_, grad)] = backend.vjp(lambda p: backend.layers.owned(p, plain) * 1, [b], samples(4, seed=4))
+    _, [(_, grad)] = backend.vjp(
+        lambda p: backend.layers.with_weight_grad_format(p, plain) * 1, [b], samples(4, seed=4)
+    )
     assert np.array_equal(grad, samples(4, seed=4))
 
 
@@ -313,11 +317,11 @@ def test_rotation_keeps_the_norm_and_turns_by_relative_position(backend):
 def test_emulated_rounding_reaches_gradients_and_overflows_as_hardware_does(backend):
     x, g = samples(64), samples(64, seed=1)
     casts = backend.casts(half(BF16, emulate=True))
-    (_, y), [(_, grad)] = backend.vjp(lambda x: backend.layers.enter(x, casts), [x], g)
+    (_, y), [(_, grad)] = backend.vjp(lambda x: backend.layers.to_compute(x, casts), [x], g)
     assert np.array_equal(y, stored(x, BF16))
     assert np.array_equal(grad, stored(g, BF16))
     far = backend.array(np.float32([7e4, -7e4, 65504.0]))
-    found = backend.numpy(backend.layers.enter(far, backend.casts(half(FP16, emulate=True))))
+    found = backend.numpy(backend.layers.to_compute(far, backend.casts(half(FP16, emulate=True))))
     assert found.tolist() == [np.inf, -np.inf, 65504.0]
 
 

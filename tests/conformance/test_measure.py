@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from halfstep.config.model import ModelConfig
-from halfstep.core import ladder
+from halfstep.core.arrays import ladder
+from halfstep.core.arrays.measure import FORMATS, decide_once
 from halfstep.core.choice import ROUNDS, Timing, choose
 from halfstep.core.errors import FormatError
 from halfstep.core.formats import BF16, E4M3, FP16, FP32, TF32, parse
-from halfstep.core.measure import FORMATS, decide_once
 from halfstep.core.policy import Policy
 
 TINY = ((8, 8, 8), (16, 16, 32))

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from halfstep.core.compare import CompareError, Series, band, first_parting, seed_spread, t_quantile, verdict
+from halfstep.core.compare import Series, band, first_divergence, seed_spread, t_quantile, verdict
+from halfstep.core.compare.gaps import IncomparableError
 
 # By probability and degrees of freedom, as printed in the NIST/SEMATECH e-Handbook, 1.3.6.7.2.
 PUBLISHED = {
@@ -98,7 +99,7 @@ def test_a_run_that_diverged_is_different() -> None:
 
 @pytest.mark.parametrize(("gaps", "delta"), [([], 0.1), ([math.nan], 0.1), ([0.1, 0.2], -1.0)])
 def test_what_is_no_gap_is_refused(gaps: list[float], delta: float) -> None:
-    with pytest.raises(CompareError):
+    with pytest.raises(IncomparableError):
         verdict(gaps, delta)
 
 
@@ -110,7 +111,7 @@ def test_the_spread_does_not_grow_with_the_number_of_seeds() -> None:
 
 
 def test_one_seed_has_no_spread() -> None:
-    with pytest.raises(CompareError, match="two finite losses") as caught:
+    with pytest.raises(IncomparableError) as caught:
         seed_spread([1.0])
     assert "--delta" in str(caught.value.hint)
 
@@ -126,7 +127,7 @@ def test_curves_part_where_one_of_them_leaves() -> None:
     rng = np.random.default_rng(1)
     reference = curves(4, rng)
     late = np.where(STEPS > 120, (STEPS - 120) * 0.01, 0.0)
-    left = first_parting({"loss": Series(STEPS, reference.values + late, "loss")}, {"loss": reference})
+    left = first_divergence({"loss": Series(STEPS, reference.values + late, "loss")}, {"loss": reference})
     assert left is not None
     assert left.name == "loss"
     assert 120 < left.step < 160  # the band is 4 sigma / sqrt(2) or so: reached some 30 steps after the bend
@@ -135,13 +136,13 @@ def test_curves_part_where_one_of_them_leaves() -> None:
 
 def test_the_same_curves_never_part() -> None:
     reference = curves(4, np.random.default_rng(2))
-    assert first_parting({"loss": reference}, {"loss": reference}) is None
+    assert first_divergence({"loss": reference}, {"loss": reference}) is None
 
 
 def test_a_layer_that_leaves_before_the_loss_is_named() -> None:
     rng = np.random.default_rng(3)
     loss, layer = curves(4, rng), curves(4, rng, "layers")
-    left = first_parting(
+    left = first_divergence(
         {"loss": loss, "blocks.1": Series(STEPS, layer.values + np.where(STEPS >= 50, 3.0, 0.0), "layers")},
         {"loss": loss, "blocks.1": layer},
     )
@@ -153,7 +154,7 @@ def test_a_loss_that_is_infinite_has_parted() -> None:
     reference = curves(4, np.random.default_rng(4))
     values = reference.values.copy()
     values[2, 80:] = np.inf
-    left = first_parting({"loss": Series(STEPS, values, "loss")}, {"loss": reference})
+    left = first_divergence({"loss": Series(STEPS, values, "loss")}, {"loss": reference})
     assert left is not None
     assert left.step == 81
 
@@ -167,7 +168,7 @@ def test_other_seeds_stay_inside_the_band_of_all_steps_and_layers(seeds: int) ->
         rng = np.random.default_rng(100 + draw)
         names = [f"layer {i}" for i in range(25)]
         reference, other = ({name: curves(seeds, rng) for name in names} for _ in range(2))
-        left += first_parting(other, reference) is not None
+        left += first_divergence(other, reference) is not None
     # At 1 % none of 20 is expected; more than 2 have a chance of 0.1 %.
     assert left <= 2
 
@@ -175,7 +176,7 @@ def test_other_seeds_stay_inside_the_band_of_all_steps_and_layers(seeds: int) ->
 def test_a_reference_that_diverged_has_no_band() -> None:
     reference = curves(4, np.random.default_rng(6))
     reference.values[1, 30] = np.nan
-    with pytest.raises(CompareError, match="loss is not finite"):
+    with pytest.raises(IncomparableError, match="loss"):
         band({"loss": reference}, pairs=4)
 
 
@@ -187,18 +188,18 @@ def test_seeds_that_stay_apart_for_the_whole_run_are_no_parting() -> None:
         whole = [rng.normal(size=(4, 1)) + 0.1 * rng.normal(size=(4, len(STEPS))) for _ in range(50)]
         reference = {f"layer {i}": Series(STEPS, values, "layers") for i, values in enumerate(whole[:25])}
         other = {f"layer {i}": Series(STEPS, values, "layers") for i, values in enumerate(whole[25:])}
-        left += first_parting(other, reference) is not None
+        left += first_divergence(other, reference) is not None
     assert left <= 4  # at 1 % of 40; a spread for each layer alone is left by nearly all
 
 
 def test_seeds_that_change_nothing_leave_no_room() -> None:
     same = Series(STEPS, np.ones((4, len(STEPS))), "loss")
-    assert first_parting({"loss": same}, {"loss": same}) is None
-    left = first_parting({"loss": Series(STEPS, same.values + 1e-9, "loss")}, {"loss": same})
+    assert first_divergence({"loss": same}, {"loss": same}) is None
+    left = first_divergence({"loss": Series(STEPS, same.values + 1e-9, "loss")}, {"loss": same})
     assert left is not None
     assert left.step == 1
 
 
 def test_a_band_needs_four_seeds() -> None:
-    with pytest.raises(CompareError, match="4 seeds"):
+    with pytest.raises(IncomparableError, match="4 seeds"):
         band({"loss": curves(3, np.random.default_rng(5))}, pairs=3)

@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.core.errors import LONGEST, HalfstepError, how_to_install, nearest, printable, shortened
+from halfstep.core.errors import (
+    LONGEST,
+    HalfstepError,
+    PolicySyntaxError,
+    how_to_install,
+    nearest,
+    printable,
+    shortened,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,6 +26,12 @@ def test_control_characters_are_shown_and_not_obeyed():
         r"\r",
         r"there is no `\x1b[2J` (hint: \r)",
     )
+
+
+def test_the_code_is_the_name_of_the_family():
+    assert (HalfstepError.code, PolicySyntaxError("").code) == ("halfstep", "policy-syntax")
+    moved = PolicySyntaxError("`x`", hint="y").within("in rule 1")
+    assert (moved.code, moved.message, moved.hint) == ("policy-syntax", "in rule 1: `x`", "y")
 
 
 @pytest.mark.parametrize("quote", ["`{}`", '"{}"', "'{}'", "{}"])

@@ -12,8 +12,13 @@ from torch import nn  # noqa: E402
 
 from halfstep.core.errors import HalfstepError  # noqa: E402
 from halfstep.torch import prepare  # noqa: E402
+from tests.docs.test_taught import check, read_blocks  # noqa: E402
 
-PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
+PATH = Path(__file__).parents[2] / "docs" / "migration.md"
+WHOLE = PATH.read_text(encoding="utf-8")
+# Sections on other libraries have a test of their own: their blocks have models and outputs of their own.
+OTHERS = WHOLE[WHOLE.index("## From jmp") : WHOLE.index("## What is refused")]
+PAGE = WHOLE.replace(OTHERS, "")
 SECTIONS = {
     title: re.findall(r"```python\n(.*?)```", text, flags=re.S)
     for title, text in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, flags=re.S | re.M)
@@ -77,6 +82,11 @@ def test_a_block_runs(title, place, tmp_path, monkeypatch):
 def test_the_block_that_compiles_runs_compiled():
     (block,) = [block for block in SECTIONS["Split masters, and their contract"] if "torch.compile" in block]
     assert torch.isfinite(run_blocks([block], scope())["result"].loss)
+
+
+@pytest.mark.prove
+def test_the_blocks_on_other_libraries_print_what_is_beneath_them(capsys):
+    check(PATH, read_blocks(OTHERS), capsys)
 
 
 def _without_compiling():

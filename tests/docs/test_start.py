@@ -1,7 +1,9 @@
-"""The first pages whose output has times in it: it is as shown, but for its numbers."""
+"""The first pages whose output has numbers of the machine in it: it is as shown, but for its numbers."""
 
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 
@@ -53,3 +55,33 @@ def test_a_first_run_prints_what_the_page_shows_and_continues(tmp_path, monkeypa
     for line in (line.removesuffix("...").rstrip() for line in expected):
         assert any(known.startswith(line) for known in printed[0]), line
     assert any(line.startswith("step #/#") for line in printed[-1])
+
+
+@pytest.mark.prove
+def test_the_first_page_shows_what_the_audit_says_of_its_script_before_and_after(tmp_path):
+    page = (DOCS / "index.md").read_text(encoding="utf-8")
+    blocks = dict(re.findall(r"^```([a-z].*)\n((?s:.*?))^```", page, flags=re.M))  # one of each kind
+    script, shown, (imported, call) = (
+        blocks['python title="train.py"'],
+        blocks["text"],
+        blocks["python"].split("\n\n"),
+    )
+
+    def audit(text):
+        (tmp_path / "train.py").write_text(text)
+        command = [
+            sys.executable,
+            "-m",
+            "halfstep",
+            "audit",
+            "--select",
+            "HS101",
+            "--",
+            sys.executable,
+            "train.py",
+        ]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert masked(audit(script).stdout) == masked(shown)
+    script = f"{imported}\n{script.replace('model.bfloat16()', '')}".replace("for step in", f"{call}for step in")
+    assert "nothing is wrong" in audit(script).stderr

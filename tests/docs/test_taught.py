@@ -21,8 +21,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 START = [
     DOCS / "start" / f"{name}.md" for name in ("install", "your_loop", "jax", "mlx")
 ]  # the others: test_start.py
-PAGES = [*START, *sorted(DOCS.glob("learn/*.md")), *sorted(DOCS.glob("guides/*.md")), DOCS / "solve.md"]
-PAGES = [page for page in PAGES if page.exists()]
+PAGES = [*START, *sorted(DOCS.glob("learn/*.md")), *sorted(DOCS.glob("guides/*.md"))]
+PAGES += [DOCS / f"{name}.md" for name in ("fp8", "many_gpus", "solve")]
 FENCE = re.compile(r"(<!-- slow -->\n)?^```(\w*)\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", flags=re.S | re.M)
 # What is shown and not run: settings, and commands that need a GPU, a cluster or minutes, and say so.
 SHOWN = {"toml", "sh"}

@@ -17,7 +17,7 @@ from halfstep.core.errors import HalfstepError, ScalingError
 from halfstep.integrations import state
 from halfstep.integrations.accelerate import Accelerator, run_of
 from halfstep.torch import AdamW, prepare
-from halfstep.torch.run.switches import fp32_is_fp32
+from halfstep.torch.update.switches import fp32_is_fp32
 from tests.accelerate_state import fresh_accelerate, reset  # noqa: F401
 from tests.refusals import refuses
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from halfstep.core.errors import HalfstepError
 from halfstep.integrations import state
 from halfstep.torch.optim.adamw import AdamW
-from halfstep.torch.step import prepare
+from halfstep.torch.run import prepare
 from tests.refusals import refuses
 
 

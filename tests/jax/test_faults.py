@@ -14,8 +14,8 @@ from flax import linen
 from halfstep.core.formats import E4M3, E5M2
 from halfstep.core.policy import Policy
 from halfstep.core.roles import Operand
-from halfstep.jax.cast import quantize, quantize_scaled
-from halfstep.jax.step import Weighted, init, make_step
+from halfstep.jax.numerics.cast import quantize, quantize_scaled
+from halfstep.jax.run import Weighted, init, make_step
 
 FP16 = "fp16-mixed,scale=dynamic:init=1024:interval=2:floor=32"
 

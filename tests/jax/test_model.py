@@ -9,7 +9,7 @@ import pytest
 
 from halfstep.config.model import module_names, parameter_shapes
 from halfstep.config.weights import initial_weights
-from halfstep.core.errors import PolicyError
+from halfstep.core.errors import UnmatchedRuleError
 from halfstep.core.formats import BF16
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision
@@ -28,10 +28,7 @@ CONFIGS = {
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
-@pytest.fixture(autouse=True)
-def strict():
-    with jax.numpy_dtype_promotion("strict"):
-        yield
+pytestmark = pytest.mark.usefixtures("strict")
 
 
 def layers_of(module):
@@ -125,7 +122,7 @@ def test_precisions_by_name_and_the_base_for_the_rest():
 
 
 def test_a_rule_that_matches_nothing_is_an_error():
-    with pytest.raises(PolicyError, match="matches none"):
+    with pytest.raises(UnmatchedRuleError):
         Decoder(TINY).with_policy(Policy.parse("bf16-mixed; nothing.*: compute=fp32"))
     skips = Decoder(replace(TINY, unet_skips=True))
     assert skips.with_policy(Policy.parse("bf16-mixed; skip_weights: param=bf16"))

@@ -13,12 +13,9 @@ from halfstep.config.run import OptimizerConfig
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP16, FP32, parse
 from halfstep.jax import init, make_step
-from halfstep.jax.cast import quantize
-from halfstep.jax.optim.optimizers import adamw, build_optimizers, decays, muon, orthogonalize
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+from halfstep.jax.numerics.cast import quantize
+from halfstep.jax.optim.optimizers import adamw, build_optimizers, decay_mask, muon, orthogonalize
+from tests.jax.draws import normal
 
 
 def train(optimizer, params, steps):
@@ -51,7 +48,7 @@ def test_adamw_is_its_equations():
 def test_matrices_decay_and_the_rest_does_not():
     matrix, vector = jnp.zeros((2, 2)), jnp.zeros(2)
     flat = {"up.weight": matrix, "up.bias": vector, "norm.weight": vector, "residual_mix": matrix}
-    found = decays({**flat, "deep": {"weight": matrix}})
+    found = decay_mask({**flat, "deep": {"weight": matrix}})
     assert [name for name, value in found.items() if value is True] == ["up.weight"]
     assert found["deep"]["weight"] is True
 

@@ -8,16 +8,13 @@ import pytest
 
 from halfstep.core import split as reference
 from halfstep.jax import init, load_state_dict, make_step, muon, state_dict, summary
+from tests.jax.draws import normal
 
 LABELS = {"up": {"weight": "muon"}, "down": {"weight": "muon"}, "bias": "adamw"}
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-2),
     "muon": optax.multi_transform({"muon": muon(0.02), "adamw": optax.adamw(1e-2)}, LABELS),
 }
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def params():

@@ -12,7 +12,7 @@ from mlx import nn
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import E4M3
 from halfstep.mlx import prepare
-from halfstep.mlx.cast import quantize
+from halfstep.mlx.numerics.cast import quantize
 from halfstep.mlx.optim.optimizers import AdamW
 
 FP16 = "compute=fp16,emulate=true,scale=dynamic:init=1024:interval=2:floor=256"

@@ -13,10 +13,20 @@ from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, precisions
 from halfstep.core.precision import base_precision as base
 from halfstep.mlx import layers
-from halfstep.mlx.apply import apply
-from halfstep.mlx.cast import quantize
-from halfstep.mlx.layers import CastedLinear, Norm, attention, embedding, expect, linear, owned, plus, times
-from halfstep.mlx.lowering import casts_of
+from halfstep.mlx.convert.apply import apply
+from halfstep.mlx.layers import (
+    CastedLinear,
+    Norm,
+    attention,
+    check_stream_dtype,
+    embedding,
+    linear,
+    plus,
+    times,
+    with_weight_grad_format,
+)
+from halfstep.mlx.numerics.cast import quantize
+from halfstep.mlx.numerics.lowering import casts_of
 
 
 def of(policy):
@@ -76,7 +86,9 @@ def test_a_weight_held_in_bf16_has_an_fp32_gradient_if_the_policy_says_so(casts)
     assert equal(held, wide)
     assert not equal(held, bf16(held))
     _, gain = gradients(
-        lambda p: layers.enter(owned(p, casts), casts) * x.astype(casts.compute), bf16(draw(64, 8)), hi[:1]
+        lambda p: layers.parameter_to_compute(p, casts) * x.astype(casts.compute),
+        bf16(draw(64, 8)),
+        hi[:1],
     )
     assert gain.dtype == mx.float32
 
@@ -136,15 +148,15 @@ def test_attention_takes_scores_and_softmax_in_fp32(casts):
 
 def test_native_and_plain_are_rounded_by_their_dtype_alone():
     x = draw(64)
-    assert layers.rounded(x, FULL) is x
-    assert layers.rounded(x, NATIVE) is x
-    assert layers.rounded(x, casts_of(Precision(emulate=True))) is x
-    assert owned(x, NATIVE) is x
+    assert layers.round_to_compute(x, FULL) is x
+    assert layers.round_to_compute(x, NATIVE) is x
+    assert layers.round_to_compute(x, casts_of(Precision(emulate=True))) is x
+    assert with_weight_grad_format(x, NATIVE) is x
 
 
 def test_a_parameters_gradient_is_rounded_to_the_format_of_weight_gradients():
     casts, g, p = of("bf16-mixed,grad_weight=bf16"), draw(64, seed=1), draw(64)
-    y, grad = gradients(lambda p: owned(p, casts), g, p)
+    y, grad = gradients(lambda p: with_weight_grad_format(p, casts), g, p)
     assert equal(y, p)
     assert equal(grad, bf16(g))
 
@@ -211,14 +223,14 @@ def test_an_fp32_array_that_promotes_the_stream_is_an_error_of_layers_and_norms(
 
 def test_what_the_model_has_elsewhere_is_let_through():
     """A head in fp32 under bf16: its stream is fp32, and both are the model's."""
-    expect(draw(3), NATIVE, "a", frozenset({mx.bfloat16, mx.float32}))
-    expect(mx.array([1, 2]), NATIVE, "a")  # integers are not activations
-    expect(draw(3).astype(mx.bfloat16), NATIVE, "a")
-    expect(draw(3), EMULATED, "a")  # emulated, everything is carried in fp32
+    check_stream_dtype(draw(3), NATIVE, "a", frozenset({mx.bfloat16, mx.float32}))
+    check_stream_dtype(mx.array([1, 2]), NATIVE, "a")  # integers are not activations
+    check_stream_dtype(draw(3).astype(mx.bfloat16), NATIVE, "a")
+    check_stream_dtype(draw(3), EMULATED, "a")  # emulated, everything is carried in fp32
     with pytest.raises(
         PolicyError, match="`a` got a bfloat16 activation where the stream is float32: it was cast"
     ):
-        expect(draw(3).astype(mx.bfloat16), FULL, "a")
+        check_stream_dtype(draw(3).astype(mx.bfloat16), FULL, "a")
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])

@@ -14,9 +14,9 @@ from halfstep.core.errors import PolicyError
 from halfstep.core.formats import BF16, FP16
 from halfstep.core.policy import Policy
 from halfstep.core.precision import base_precision, precisions
-from halfstep.mlx.layers import enter
-from halfstep.mlx.lowering import casts_of
+from halfstep.mlx.layers import to_compute
 from halfstep.mlx.model import Decoder, _gelu, _silu
+from halfstep.mlx.numerics.lowering import casts_of
 from tests.conformance.decoders import EVERYTHING as EVERY_SWITCH
 
 TINY = ModelConfig(vocabulary=32, context=16, layers=3, width=16, heads=4)
@@ -179,7 +179,9 @@ def test_activations_are_rounded_once(activation):
     wide = np.array(x.astype(mx.float32)).astype(np.float64)
     cubic = wide + 0.044715 * wide**3
     share = (1 + np.tanh(np.sqrt(2 / np.pi) * cubic)) / 2 if activation is _gelu else 1 / (1 + np.exp(-wide))
-    found = np.array(enter(activation(x), casts_of(base_precision(Policy.parse("bf16-mixed")))).astype(mx.float32))
+    found = np.array(
+        to_compute(activation(x), casts_of(base_precision(Policy.parse("bf16-mixed")))).astype(mx.float32)
+    )
     # What is left besides is a handful of fp32 roundings of numbers up to |x|.
     bound = BF16.epsilon / 2 * np.abs(wide * share) + 16 * 2.0**-24 * (np.abs(wide) + 1)
     assert (np.abs(found - wide * share) <= bound).all()

@@ -17,7 +17,7 @@ POLICIES = {
     "fp16-mixed,scale=static:value=1024": 64 * 2.0**-12,
     "fp8-mixed,emulate=true": 16 * 2.0**-4,
 }
-PAGE = (Path(__file__).parents[2] / "docs" / "mlx.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "backends.md").read_text("utf-8").split("## More on MLX")[1]
 
 
 @pytest.fixture(autouse=True)

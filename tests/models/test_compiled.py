@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from benchmarks import zoo
-from halfstep.torch.functions.output import Output
-from halfstep.torch.step import prepare
+from halfstep.torch.convert.functions.narrow_logits import Output
+from halfstep.torch.run import prepare
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

@@ -9,7 +9,7 @@ from torch import nn
 from benchmarks import zoo
 from halfstep.core.errors import HalfstepError
 from halfstep.torch import AdamW
-from halfstep.torch.step import prepare
+from halfstep.torch.run import prepare
 from tests.torch.nets import same
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

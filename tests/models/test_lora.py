@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.measure import lora
-from halfstep.torch.step import prepare
+from halfstep.torch.run import prepare
 
 # Looked for, not imported: importing peft takes ten seconds, and every worker collects this file.
 missing = [name for name in ("transformers", "peft") if find_spec(name) is None]
@@ -78,7 +78,7 @@ def test_an_adapted_head_and_embedding_are_reached():
     trained = [p for p in peft.parameters() if p.requires_grad]
     run = prepare(peft, torch.optim.SGD(trained, lr=0.1), "bf16-mixed")
     tokens = torch.randint(3, 48, (2, 8))
-    found = run.reach(lambda t: peft(input_ids=t, labels=t).loss, tokens)
-    products = [row for row in found.rows if row.module.endswith("embed_tokens") and row.how == "reached"]
+    found = run.coverage(lambda t: peft(input_ids=t, labels=t).loss, tokens)
+    products = [row for row in found.rows if row.module.endswith("embed_tokens") and row.how == "covered"]
     assert {row.function.rpartition(".")[2] for row in products} >= {"embedding"}
     run.step(lambda t: peft(input_ids=t, labels=t).loss, [tokens])

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from benchmarks import zoo
 from halfstep.core.errors import ScalingError
 from halfstep.core.formats import BF16, E4M3, E5M2, FP16
-from halfstep.torch.step import prepare
+from halfstep.torch.run import prepare
 
 NAMES = tuple(zoo.FAMILIES)
 EMULATED = ("bf16-mixed,emulate=true", "fp16-mixed,emulate=true", "fp8-mixed,emulate=true")
@@ -262,9 +262,9 @@ def test_experts_multiply_in_compute_with_fp32_weight_gradients(experts, policy)
     assert weight.dtype == torch.float32
     if not ("emulate" in policy and experts == "batched_mm"):  # gathered weights, which fp32 does not tell apart
         assert not torch.equal(weight, weight.to(fmt).float())  # summed in fp32, not rounded after
-    rows = run.reach(lambda _: loss_fn(model), 0).rows
+    rows = run.coverage(lambda _: loss_fn(model), 0).rows
     experts = [row for row in rows if row.module.endswith("experts")]
-    assert any(row.how == "reached" for row in experts)
+    assert any(row.how == "covered" for row in experts)
     assert not any(row.why.startswith("fp32 operands") for row in experts)
 
 

@@ -2,7 +2,7 @@ from importlib import resources
 
 import pytest
 
-from halfstep.report.template import _environment, with_code
+from halfstep.report.template import environment, with_code
 
 NASTY = '</script><b onclick="x">\'&'
 
@@ -10,10 +10,10 @@ NASTY = '</script><b onclick="x">\'&'
 def test_text_is_escaped_and_data_cannot_end_its_element():
     assert with_code("0 is `a < b`, else `c`.") == "0 is <code>a &lt; b</code>, else <code>c</code>."
     assert with_code("`a` and 5` of it") == "<code>a</code> and 5` of it"  # one alone begins nothing
-    filled = _environment().from_string('<p title="{{ text }}">{{ text }}</p>').render(text=NASTY)
+    filled = environment().from_string('<p title="{{ text }}">{{ text }}</p>').render(text=NASTY)
     safe = "&lt;/script&gt;&lt;b onclick=&#34;x&#34;&gt;&#39;&amp;"
     assert filled == f'<p title="{safe}">{safe}</p>'
-    template = _environment().from_string("{{ data | tojson }}")
+    template = environment().from_string("{{ data | tojson }}")
     assert template.render(data={"z": NASTY, "a": "<!--"}).startswith('{"z":"\\u003c/script\\u003e\\u003cb')
     with pytest.raises(ValueError, match="JSON compliant"):
         template.render(data=[float("nan")])

@@ -7,7 +7,7 @@ import pytest
 from halfstep.report.history import History
 from halfstep.report.page import render
 from halfstep.report.time_breakdown import time_breakdown, utilization
-from halfstep.training.telemetry.ceiling import Ceiling
+from halfstep.training.telemetry.meters import Ceiling
 
 SPENT = {"wall": 100.0, "training": 80.0, "first_step": 10.0, "input": 5.0, "saving": 3.0, "evaluation": 15.0,
          "other": 2.0}  # fmt: skip

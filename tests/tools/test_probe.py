@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from halfstep.config.load import load
+from halfstep.core.arrays.measure import decide, resolve_policy
 from halfstep.core.choice import ROUNDS, Choice, Support, Timing
 from halfstep.core.devices import Device, native
 from halfstep.core.errors import HalfstepError, how_to_install
 from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32
-from halfstep.core.measure import decide, settle
 from halfstep.core.policy import PRESETS, Policy
 from halfstep.tools import probe
 
@@ -98,7 +98,7 @@ def test_probe_prepare_and_train_give_one_answer_also_where_matmuls_say_another(
     probed = probe.run(["torch"], config=TINY, say=said.append).backends[0].devices[0]
     policy, choice = probe.resolve(dataclasses.replace(TINY, policy="auto,norm=bf16"), "cpu", say=said.append)
     assert probed.choice == choice == probe.choose_policy("torch", None, TINY)
-    assert settle("auto", lambda: decide(played, "cpu", TINY.model, 64))[1] == choice
+    assert resolve_policy("auto", lambda: decide(played, "cpu", TINY.model, 64))[1] == choice
     assert choice.preset == preset
     assert str(policy) == f"{preset},norm=bf16"
     assert len(set(played.budgets)) == len(set(played.asked)) == 1

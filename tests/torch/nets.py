@@ -8,8 +8,8 @@ from torch import nn
 
 from halfstep.core.formats import BF16, FP16
 from halfstep.core.policy import Policy
-from halfstep.torch.apply import apply
-from halfstep.torch.cast import carried
+from halfstep.torch.convert.apply import apply
+from halfstep.torch.numerics.cast import carried
 
 MIXED = {
     "bf16": ("bf16-mixed", BF16, torch.bfloat16),

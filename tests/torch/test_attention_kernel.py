@@ -14,10 +14,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
-from halfstep.torch import layers
-from halfstep.torch.layers import UNFUSED, casts_for, kernel_of
+from halfstep.torch.layers import casts_for
+from halfstep.torch.numerics import attention
+from halfstep.torch.numerics.attention import UNFUSED, attention_kernel, kernel_of
+from halfstep.torch.run import prepare
 from halfstep.torch.session import Session
-from halfstep.torch.step import prepare
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POLICY = "bf16-mixed" if DEVICE == "cuda" else "fp32"
@@ -29,7 +30,7 @@ OPERATIONS = {"flash": "flash_attention", "memory-efficient": "efficient_attenti
 
 @pytest.fixture(autouse=True)
 def reported_here(monkeypatch):
-    monkeypatch.setattr(layers, "FUSED_ON", (DEVICE,))
+    monkeypatch.setattr(attention, "FUSED_ON", (DEVICE,))
 
 
 def heads(count=2):
@@ -70,7 +71,7 @@ def test_why_torch_takes_no_kernel_is_reported_once_for_each_reason(monkeypatch)
 
 def test_a_softmax_that_no_kernel_has_is_the_reason():
     casts = casts_for("bf16-mixed,softmax=bf16")
-    assert layers.attention_kernel(heads(), heads(), heads(), casts).startswith(f"{UNFUSED}: softmax=bf16")
+    assert attention_kernel(heads(), heads(), heads(), casts).startswith(f"{UNFUSED}: softmax=bf16")
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -116,14 +117,14 @@ class Attending(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-@pytest.mark.filterwarnings("ignore:Flash attention has been runtime disabled")  # as asked, below
+@pytest.mark.filterwarnings("ignore:.* attention has been runtime disabled")  # as asked, below
 def test_of_a_prepared_model_the_list_of_functions_has_it():
     model = Attending().to(DEVICE)
     run = prepare(model, torch.optim.AdamW(model.parameters()), "bf16-mixed")
     x = torch.randn(2, 16, 32, device=DEVICE)
     for where, expected in ((nullcontext(), ", by torch's "), (sdpa_kernel(SDPBackend.MATH), f", {UNFUSED}: ")):
         with where:
-            reached = run.reach(lambda given: model(given).float().sum(), x)
+            reached = run.coverage(lambda given: model(given).float().sum(), x)
         (row,) = [row for row in reached.rows if row.function.endswith("scaled_dot_product_attention")]
         assert expected in row.why
-        assert row not in reached.missed
+        assert row not in reached.uncovered

@@ -12,17 +12,17 @@ from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import BF16, E4M3
 from halfstep.core.policy import Policy
 from halfstep.core.precision import precisions
-from halfstep.torch.dtypes import supported
-from halfstep.torch.fp8 import loss
-from halfstep.torch.fp8.coded_loss import _transposed, coded_row_losses_
 from halfstep.torch.fp8.linear import lower
 from halfstep.torch.layers import casts_for, casts_of, linear, linear_cross_entropy
-from halfstep.torch.losses import PLAIN, row_losses_
-from halfstep.torch.matmul import lacks
+from halfstep.torch.loss import fp8 as loss
+from halfstep.torch.loss.coded import _transposed, coded_row_losses_
+from halfstep.torch.loss.plain import PLAIN, row_losses_
+from halfstep.torch.numerics.dtypes import supported
+from halfstep.torch.numerics.matmul import tensor_core_padding
 from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.optim.muon import Muon
+from halfstep.torch.run import prepare
 from halfstep.torch.session import Session
-from halfstep.torch.step import prepare
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -423,5 +423,5 @@ def test_a_vocabulary_that_is_not_a_multiple_of_8_is_multiplied_as_the_next_one(
         grads = torch.autograd.grad(y, (x, weight), torch.ones_like(y))
         return [t.cpu() for t in (y, *grads)]
 
-    assert lacks(5003, torch.empty(0, device="cuda")) == 5
+    assert tensor_core_padding(5003, torch.empty(0, device="cuda")) == 5
     assert all(map(torch.equal, run("cuda"), run("cpu")))

@@ -10,8 +10,8 @@ from torch import nn
 from halfstep import torch as halfstep
 from halfstep.core.formats import E4M3
 from halfstep.core.policy import Policy
-from halfstep.torch.apply import apply
-from halfstep.torch.dtypes import supported
+from halfstep.torch.convert.apply import apply
+from halfstep.torch.numerics.dtypes import supported
 
 X = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
 TARGETS = torch.tensor([0, 4, 2])
@@ -113,5 +113,5 @@ def test_of_a_weight_it_has_the_compute_format_of_the_policy_and_is_listed(polic
     _, expected, _ = loss_and_gradient("in steps", policy)
     run, loss, _ = loss_and_gradient("weight", policy)
     assert (loss - expected).abs() <= 4 * 2.0**-24 * expected
-    listed = run.reach(lambda x: run.model(x, torch.arange(32)), torch.randn(32, 16))
+    listed = run.coverage(lambda x: run.model(x, torch.arange(32)), torch.randn(32, 16))
     assert "linear_cross_entropy" in str(listed)

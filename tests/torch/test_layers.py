@@ -10,11 +10,13 @@ from halfstep.core.errors import FormatError, PolicyError
 from halfstep.core.formats import BF16, FP16
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, precisions
-from halfstep.torch import layers, matmul
-from halfstep.torch.apply import apply, restore
-from halfstep.torch.cast import quantize, quantize_scaled
-from halfstep.torch.layers import CastedLinear, Norm, attention, casts_for, casts_of, layer_norm, linear, rms_norm
-from halfstep.torch.lowering import enter
+from halfstep.torch import layers
+from halfstep.torch.convert.apply import apply, restore
+from halfstep.torch.layers import CastedLinear, Norm, casts_for, casts_of, layer_norm, linear, rms_norm
+from halfstep.torch.numerics import matmul
+from halfstep.torch.numerics.attention import attention, cast_mask, softmax, weighted_attention
+from halfstep.torch.numerics.cast import quantize, quantize_scaled
+from halfstep.torch.numerics.lowering import to_compute
 from tests.torch.nets import bf16, draw, same
 
 NATIVE = casts_for("bf16-mixed")
@@ -95,7 +97,7 @@ def test_softmax_returns_compute_and_in_bf16_is_what_was_asked_for():
     assert (y - wide).abs().max() <= 8 * BF16.epsilon * v.abs().max()
     x = bf16(draw(4, 32) * 10)
     for casts in (NATIVE, EMULATED):
-        assert torch.equal(layers.softmax(x.to(casts.compute), casts).float(), bf16(torch.softmax(x, -1)))
+        assert torch.equal(softmax(x.to(casts.compute), casts).float(), bf16(torch.softmax(x, -1)))
 
 
 def test_rotation_keeps_the_norm_and_turns_by_relative_position():
@@ -159,11 +161,11 @@ def test_gradients_of_biases_and_rows_are_fp32_sums():
 
 @pytest.mark.parametrize("casts", [NATIVE, EMULATED, FULL], ids=["native", "emulated", "fp32"])
 def test_attention_in_steps_is_the_fused_one_and_gives_its_weights(casts):
-    q, k, v = (enter(draw(2, 2, 5, 8, seed=s), casts) for s in range(3))
+    q, k, v = (to_compute(draw(2, 2, 5, 8, seed=s), casts) for s in range(3))
     mask = torch.rand(5, 5, generator=torch.Generator().manual_seed(0)) > 0.4
     mask[:, 0] = True
     fused = attention(q, k, v, casts, mask=mask)
-    steps, weights = layers.weighted_attention(q, k, v, casts, mask=mask)
+    steps, weights = weighted_attention(q, k, v, casts, mask=mask)
     exact = torch.softmax((q.double() @ k.double().mT / 8**0.5).masked_fill(~mask, float("-inf")), -1)
     # fp32 scores, so weights are rounded once; a fused kernel may round its weights as well
     u = 2.0**-20 if casts is FULL else BF16.epsilon / 2
@@ -177,7 +179,7 @@ def test_scores_are_fp32_and_a_mask_of_numbers_stays_finite_where_it_was():
     """Scores of 50 in bf16 are off by an eighth: the weights would be by a tenth."""
     q, k = (bf16(draw(1, 1, 4, 16, seed=s) * 7).bfloat16().requires_grad_() for s in range(2))
     v = torch.eye(4, dtype=torch.bfloat16)[None, None]
-    weights = layers.weighted_attention(q, k, v, NATIVE, causal=False)[1]
+    weights = weighted_attention(q, k, v, NATIVE, causal=False)[1]
     exact = torch.softmax(q.double() @ k.double().mT / 4, -1).detach()
     assert ((weights.detach().double() - exact).abs() <= BF16.epsilon / 2 * exact + 2.0**-16).all()
     weights.sum(dtype=torch.float32).backward()
@@ -185,12 +187,12 @@ def test_scores_are_fp32_and_a_mask_of_numbers_stays_finite_where_it_was():
     lowest = torch.finfo(torch.float32).min
     mask = torch.tensor([0.0, lowest, -float("inf"), 1.0])
     for dtype in (torch.bfloat16, torch.float16):
-        narrow = layers.additive(mask, dtype)
+        narrow = cast_mask(mask, dtype)
         assert narrow.dtype == dtype
         assert narrow.isfinite().tolist() == [True, True, False, True]
-    assert layers.additive(mask, torch.float32) is mask
+    assert cast_mask(mask, torch.float32) is mask
     q = torch.zeros(1, 1, 2, 8)
-    for attend in (attention, layers.weighted_attention):
+    for attend in (attention, weighted_attention):
         y = attend(q, q, draw(1, 1, 2, 8), NATIVE, mask=torch.full((2, 2), lowest))
         assert not (y if isinstance(y, torch.Tensor) else y[0]).isnan().any()
 
@@ -207,10 +209,10 @@ def test_modules_start_as_torchs_and_print_the_truth_and_emulation_rounds_gradie
     assert "bf16 operands" in repr(ours)
     assert "in the format of its input" in repr(Norm(8))
     x = draw(64, requires_grad=True)
-    backward(enter(x, EMULATED), draw(64, seed=1))
+    backward(to_compute(x, EMULATED), draw(64, seed=1))
     assert torch.equal(x.grad, bf16(draw(64, seed=1)))
     precision = casts_for("fp16-mixed,emulate=true")
-    assert enter(torch.tensor([7e4, -7e4]), precision).tolist() == [float("inf"), -float("inf")]
+    assert to_compute(torch.tensor([7e4, -7e4]), precision).tolist() == [float("inf"), -float("inf")]
     assert quantize(torch.tensor([65504.0]), FP16, overflow="inf").item() == 65504
 
 
@@ -298,7 +300,7 @@ def test_a_matrix_that_is_widened_for_the_tensor_cores_gives_the_same(monkeypatc
         return [value, *first, *second]
 
     plain = run()
-    monkeypatch.setattr(matmul, "lacks", lambda outputs, x: -outputs % 8)
+    monkeypatch.setattr(matmul, "tensor_core_padding", lambda outputs, x: -outputs % 8)
     padded = run()
     assert all(map(torch.equal, plain, padded))
     assert padded[2].shape == (13, 8)

@@ -11,7 +11,7 @@ from halfstep.config.model import ModelConfig, module_names, parameter_shapes
 from halfstep.core.policy import Policy
 from halfstep.core.roles import print_value
 from halfstep.torch import layers
-from halfstep.torch.apply import apply
+from halfstep.torch.convert.apply import apply
 from halfstep.torch.model import Decoder
 
 TINY = ModelConfig(vocabulary=32, context=16, layers=3, width=16, heads=4)

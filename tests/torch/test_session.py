@@ -13,7 +13,7 @@ from halfstep.config.load import load
 from halfstep.core.errors import ConfigError
 from halfstep.core.formats import E4M3
 from halfstep.core.policy import Policy
-from halfstep.torch.dtypes import supported
+from halfstep.torch.numerics.dtypes import supported
 from halfstep.torch.session import Session
 from halfstep.torch.state import restored, stored
 from tests.token_batches import batch

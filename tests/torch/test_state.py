@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from halfstep.core.errors import HalfstepError, ScalingError
 from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.optim.muon import Muon
+from halfstep.torch.run import prepare
 from halfstep.torch.state import load_state
-from halfstep.torch.step import prepare
 from tests.refusals import refuses
 
 

@@ -10,7 +10,7 @@ from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16
 from halfstep.core.policy import Policy
-from halfstep.torch.apply import apply
+from halfstep.torch.convert.apply import apply
 
 POLICIES = ["bf16-mixed", "bf16-mixed,param=fp32:split", "bf16-mixed,emulate=true", "bf16-true"]
 

@@ -13,9 +13,9 @@ from halfstep.training.data.corpus import Corpus
 from halfstep.training.data.load import load_corpus
 from halfstep.training.data.pack.pack import PackRequest, pack
 from halfstep.training.data.pack.sources import find_sources
-from halfstep.training.data.token_bytes import TokenBytes
+from halfstep.training.data.tokenizer_base import TokenBytes
 from halfstep.training.data.tokenizers import open_tokenizer
-from halfstep.training.evaluation import bigram_of, evaluate
+from halfstep.training.evaluation import bigram_entropy, evaluate
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "runs", "far", "away"]
 
@@ -80,8 +80,8 @@ def test_bits_per_byte_are_right_with_every_tokenizer_and_so_is_the_yardstick(co
     size = int(corpus.token_bytes.length[tokens[1:]].sum())
     found = evaluate(Model(lambda _, y: np.ones(y.shape)), corpus, config())
     assert found.bigram_bits == pytest.approx(bigram_bits(tokens) * (len(tokens) - 1) / size)
-    assert found.bigram_bits == bigram_of(corpus, config())  # remembered
-    assert bigram_of(corpus, config(validation_tokens=160)) != found.bigram_bits
+    assert found.bigram_bits == bigram_entropy(corpus, config())  # remembered
+    assert bigram_entropy(corpus, config(validation_tokens=160)) != found.bigram_bits
     assert found.ratio == pytest.approx(found.bits_per_byte / found.bigram_bits)
 
 

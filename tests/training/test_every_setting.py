@@ -18,7 +18,7 @@ from halfstep.cli import app
 from halfstep.config.load import load
 from halfstep.config.run import NEEDS, RunConfig
 from halfstep.config.schema import rows
-from halfstep.core.errors import ConfigError
+from halfstep.core.errors import SettingConflictError
 from halfstep.training.paths import CHECKPOINTS
 from tests.training.runs import events_of, final_state, starter
 
@@ -79,7 +79,7 @@ SHOWN = {
     "training.rollback": "training/run/test_response.py::test_a_rollback_leaves_the_run_that_never_saw_the_data",
     "training.deterministic": "training/run/test_response.py::test_a_deterministic_run_switches_torch",
     "training.compile": "torch/test_session.py::test_compile_compiles_the_loss",
-    "training.graph": "torch/test_graph.py::test_the_trainer_makes_its_steps_as_graphs",
+    "training.graph": "torch/update/test_graph.py::test_the_trainer_makes_its_steps_as_graphs",
     "training.loggers": "training/telemetry/test_loggers.py::test_a_logger_gets_the_numbers_of_the_events",
     "training.measure_ceiling": "training/telemetry/test_ceiling.py::test_a_missing_ceiling_has_a_reason",
     "training.recompute_blocks": "conformance/session/test_settings.py::test_blocks_are_recomputed",
@@ -170,7 +170,7 @@ def test_a_setting_that_changes_nothing_beside_others_is_refused():
     assert IDLE.keys() == NEEDS.keys()
     for key, (context, changed) in IDLE.items():
         load("tiny", context)
-        with pytest.raises(ConfigError, match=f"{re.escape(key)} = .* changes nothing: ") as caught:
+        with pytest.raises(SettingConflictError, match=f"{re.escape(key)} = .* changes nothing: ") as caught:
             load("tiny", [*context, changed])
         assert f"leave {key} out" in caught.value.hint
     load("golf", ["optimizer.name=adamw"])  # its own settings of Muon lose their effect with its name

@@ -8,14 +8,14 @@ from benchmarks.prove.faults.registry import MLX, TORCH, hazard, nothing
 
 @hazard(
     "native fp8 casts decide what overflow becomes",
-    "halfstep.torch.cast:_round_quanta",
+    "halfstep.core.arrays.cast:_round_quanta",
     "tests/conformance/test_cast.py::test_where_native_casts_disagree_the_rule_decides",
 )
 def _(good):
-    return lambda x, plan, overflow, *rest: good(x, plan, "saturate", *rest)
+    return lambda arrays, x, plan, overflow, *rest: good(arrays, x, plan, "saturate", *rest)
 
 
-@hazard("a NaN becomes 448 in fp8", "halfstep.mlx.cast:quantize", f"{MLX}::test_a_nan_stays_one_in_fp8")
+@hazard("a NaN becomes 448 in fp8", "halfstep.mlx.numerics.cast:quantize", f"{MLX}::test_a_nan_stays_one_in_fp8")
 def _(good):
     def quantize(x, *args, **kwargs):
         import mlx.core as mx
@@ -39,17 +39,17 @@ def _(good):
 
 hazard(
     "matmuls sum in reduced precision",
-    "halfstep.torch.run.switches:Switches._set",
+    "halfstep.torch.update.switches:Switches._set",
     f"{TORCH}::test_halves_are_summed_in_fp32",
 )(nothing)
 
 
-hazard("fp32 means TF32", "halfstep.torch.run.switches:check_fp32", f"{TORCH}::test_fp32_is_fp32")(nothing)
+hazard("fp32 means TF32", "halfstep.torch.update.switches:check_fp32", f"{TORCH}::test_fp32_is_fp32")(nothing)
 
 
 @hazard(
     "an all-zero tensor gets an infinite scale",
-    "halfstep.torch.cast:_scales",
+    "halfstep.torch.numerics.cast:_scales",
     "tests/conformance/test_cast.py::test_the_scale_of_zero_tiny_huge_and_broken",
 )
 def _(good):
@@ -62,14 +62,14 @@ def _(good):
 
 hazard(
     "autocast around a model is refused without a remedy",
-    "halfstep.torch.lowering:autocast_error",
+    "halfstep.torch.numerics.lowering:autocast_error",
     "tests/torch/convert/test_plan.py::test_autocast_around_a_model_with_a_policy_is_refused",
 )(lambda good: lambda: RuntimeError("not refused with a remedy"))
 
 
 @hazard(
     "a cast outlives the step",
-    "halfstep.torch.split.operand:operand_of",
+    "halfstep.torch.numerics.split.operand:operand_of",
     f"{TORCH}::test_no_cast_outlives_a_step",
 )
 def _(good):
@@ -82,14 +82,18 @@ def _(good):
     return operand_of
 
 
-@hazard("islands return fp32", "halfstep.torch.lowering:leave", f"{TORCH}::test_islands_do_not_return_fp32")
+@hazard(
+    "islands return fp32",
+    "halfstep.torch.numerics.lowering:exit_island",
+    f"{TORCH}::test_islands_do_not_return_fp32",
+)
 def _(good):
     return lambda x, role, casts: x.float()
 
 
 @hazard(
     "norms run in bf16",
-    "halfstep.torch.lowering:island",
+    "halfstep.torch.numerics.lowering:island",
     "tests/torch/test_layers.py::test_a_norm_is_fp32_inside_and_compute_out_forward_and_backward",
 )
 def _(good):
@@ -122,7 +126,7 @@ def _(good):
 
 @hazard(
     "a compiler drops emulated casts",
-    "halfstep.torch.cast:carried",
+    "halfstep.torch.numerics.cast:carried",
     f"{TORCH}::test_emulated_casts_are_not_dropped_by_the_compiler",
 )
 def _(good):
@@ -154,29 +158,29 @@ def _(good):
 
 hazard(
     "a softmax that an MLX model calls as a function runs in bf16",
-    "halfstep.mlx.functions.table:reach_functions",
-    "tests/mlx/test_functions.py::test_a_function_is_an_island_in_a_prepared_model_and_mlxs_own_elsewhere",
+    "halfstep.mlx.convert.functions:reach_functions",
+    "tests/mlx/convert/test_functions.py::test_a_function_is_an_island_in_a_prepared_model_and_mlxs_own_elsewhere",
 )(nothing)
 
 
 hazard(
     "an fp32 mask or table widens the activations of an MLX model",
-    "halfstep.mlx.functions.meeting:_meet",
-    "tests/mlx/test_meeting.py::test_arithmetic_with_an_fp32_array_is_fp32_inside_and_compute_out",
+    "halfstep.mlx.convert.promotion:_mixes_widths",
+    "tests/mlx/convert/test_promotion.py::test_arithmetic_with_an_fp32_array_is_fp32_inside_and_compute_out",
 )(nothing)
 
 
 hazard(
     "a custom backward multiplies a bf16 gradient by an fp32 parameter",
-    "halfstep.torch.functions.custom:_remember",
-    "tests/torch/functions/test_custom.py::test_an_activation_and_a_parameter_meet_in_its_backward",
+    "halfstep.torch.convert.functions.custom:_remember",
+    "tests/torch/convert/functions/test_custom.py::test_an_activation_and_a_parameter_meet_in_its_backward",
 )(nothing)
 
 
 @hazard(
     "custom_fwd(cast_inputs=...) casts under autocast alone",
-    "halfstep.torch.functions.custom:Cast.apply",
-    "tests/torch/functions/test_custom.py::test_cast_inputs_are_cast_and_everything_inside_runs_as_written",
+    "halfstep.torch.convert.functions.custom:Cast.apply",
+    "tests/torch/convert/functions/test_custom.py::test_cast_inputs_are_cast_and_everything_inside_runs_as_written",
 )
 def _(good):
     return lambda self, t: t
@@ -184,7 +188,7 @@ def _(good):
 
 @hazard(
     "a second derivative of an emulated layer is zero",
-    "halfstep.mlx.cast:_carrying",
+    "halfstep.mlx.numerics.cast:_carrying",
     "tests/mlx/test_layers.py::test_gradients_can_be_differentiated_again_emulated_too_and_narrow_ones_say_that_they_cannot",
 )
 def _(good):
@@ -198,10 +202,10 @@ def _(good):
 
 @hazard(
     "a mask of finite numbers becomes infinite in bf16",
-    "halfstep.mlx.convert:admit",
-    "tests/mlx/test_apply.py::test_a_mask_that_a_model_is_given_stays_finite",
+    "halfstep.mlx.convert.modules:cast_input",
+    "tests/mlx/convert/test_apply.py::test_a_mask_that_a_model_is_given_stays_finite",
 )
 def _(good):
-    from halfstep.mlx.layers import enter
+    from halfstep.mlx.layers import to_compute
 
-    return enter
+    return to_compute

@@ -7,8 +7,8 @@ from benchmarks.prove.faults.registry import hazard, nothing
 
 @hazard(
     "emulated formats count as supported",
-    "halfstep.torch.dtypes:answer",
-    "tests/torch/test_dtypes.py::test_the_hardware_decides_on_an_accelerator",
+    "halfstep.torch.numerics.dtypes:answer",
+    "tests/torch/numerics/test_dtypes.py::test_the_hardware_decides_on_an_accelerator",
 )
 def _(good):
     return lambda fmt, device: dataclasses.replace(good(fmt, device), supported=True)
@@ -30,14 +30,14 @@ def _(good):
 hazard(
     "fp8 was asked for and bf16 runs",
     "halfstep.core.refusal:check_formats",
-    "tests/torch/test_apply.py::test_a_policy_that_does_not_fit_is_refused_and_changes_nothing",
+    "tests/torch/convert/test_apply.py::test_a_policy_that_does_not_fit_is_refused_and_changes_nothing",
 )(nothing)
 
 
 @hazard(
     "row-wise scaling is emulated tensor-wise",
-    "halfstep.torch.cast:amax_of",
-    "tests/torch/test_cast.py::test_a_scaled_operand_is_the_reference_cast_of_the_scaled_values",
+    "halfstep.torch.numerics.cast:amax_of",
+    "tests/torch/numerics/test_cast.py::test_a_scaled_operand_is_the_reference_cast_of_the_scaled_values",
 )
 def _(good):
     return lambda x, operand: good(x, dataclasses.replace(operand, granularity="tensor"))

@@ -5,7 +5,7 @@ from benchmarks.prove.faults.registry import MLX, TORCH, hazard, nothing
 
 @hazard(
     "fp16 parameters get no master",
-    "halfstep.torch.apply:hold",
+    "halfstep.torch.convert.apply:hold",
     f"{TORCH}::test_fp16_parameters_are_trainable",
 )
 def _(good):
@@ -18,7 +18,7 @@ def _(good):
 
 @hazard(
     "bf16 weights train without masters",
-    "halfstep.torch.apply:hold",
+    "halfstep.torch.convert.apply:hold",
     f"{TORCH}::test_bf16_weights_get_masters_and_fp32_moments",
 )
 def _(good):
@@ -31,7 +31,7 @@ def _(good):
 
 @hazard(
     "small updates are lost: the remainder is not kept",
-    "halfstep.torch.cast:split",
+    "halfstep.torch.numerics.cast:split",
     f"{TORCH}::test_small_updates_are_not_lost",
 )
 def _(good):
@@ -44,7 +44,7 @@ def _(good):
 
 @hazard(
     "a split master loses NaN and half a unit: its bf16 is truncated",
-    "halfstep.torch.cast:split",
+    "halfstep.torch.numerics.cast:split",
     f"{TORCH}::test_split_masters_are_exact_on_ties_and_keep_nan",
 )
 def _(good):
@@ -72,7 +72,7 @@ def _(good):
 
 @hazard(
     "gradients of split weights are rounded to bf16",
-    "halfstep.torch.split.parameter:take_grad",
+    "halfstep.torch.numerics.split.parameter:take_grad",
     f"{TORCH}::test_gradients_of_bf16_halves_are_fp32",
 )
 def _(good):
@@ -81,15 +81,15 @@ def _(good):
 
 @hazard(
     "a weight that was written to inside a step is multiplied as it was before",
-    "halfstep.torch.layers:made_cast",
-    "tests/torch/run/test_weight_casts.py::test_a_parameter_that_is_written_to_inside_a_step_is_cast_again",
+    "halfstep.torch.layers:cached_cast",
+    "tests/torch/update/test_weight_casts.py::test_a_parameter_that_is_written_to_inside_a_step_is_cast_again",
 )
 def _(good):
-    def made_cast(parameter, compute):
+    def cached_cast(parameter, compute):
         made = getattr(parameter, "halfstep_cast", None)
         return good(parameter, compute) if made is None else made.cast
 
-    return made_cast
+    return cached_cast
 
 
 hazard(
@@ -101,7 +101,7 @@ hazard(
 
 @hazard(
     "stochastic rounding differs between replicas",
-    "halfstep.torch.cast:random_bits",
+    "halfstep.torch.numerics.cast:random_bits",
     f"{TORCH}::test_stochastic_rounding_is_the_same_on_every_replica",
 )
 def _(good):
@@ -115,7 +115,7 @@ def _(good):
 
 @hazard(
     "micro-batches are summed in bf16",
-    "halfstep.torch.run.accumulation:Accumulation.__init__",
+    "halfstep.torch.update.accumulation:Accumulation.__init__",
     f"{TORCH}::test_micro_batches_are_summed_in_fp32",
 )
 def _(good):
@@ -130,7 +130,7 @@ def _(good):
 
 @hazard(
     "a skipped step keeps its running statistics",
-    "halfstep.torch.run.buffers:Buffers.restore_unless",
+    "halfstep.torch.update.buffers:Buffers.restore_unless",
     f"{TORCH}::test_running_statistics_survive_a_skipped_step",
 )
 def _(good):
@@ -154,27 +154,27 @@ def _(good):
 hazard(
     "a write to a split weight is rounded to bf16, or lost",
     "halfstep.torch.optim.masters:Masters.check_writes",
-    "tests/torch/run/test_edit.py::test_a_write_is_exact_inside_edit_and_refused_by_name_outside",
+    "tests/torch/update/test_edit.py::test_a_write_is_exact_inside_edit_and_refused_by_name_outside",
 )(nothing)
 
 
 hazard(
     "averages of others are made of bf16 halves",
-    "halfstep.torch.split.parameter:check_copy",
-    "tests/torch/run/test_edit.py::"
+    "halfstep.torch.numerics.split.parameter:check_copy",
+    "tests/torch/update/test_edit.py::"
     "test_a_copy_of_a_parameter_is_the_whole_master_inside_edit_and_refused_by_name_outside",
 )(nothing)
 
 hazard(
     "the remainders of a model that is moved stay behind",
-    "halfstep.torch.split.parameter:HalfOfSplitMaster._follow",
-    "tests/torch/run/test_edit.py::test_the_same_numbers_on_another_device_are_a_move_that_loses_nothing",
+    "halfstep.torch.numerics.split.parameter:HalfOfSplitMaster._follow",
+    "tests/torch/update/test_edit.py::test_the_same_numbers_on_another_device_are_a_move_that_loses_nothing",
 )(nothing)
 
 
 @hazard(
     "save_weights of MLX writes halves of split masters",
-    "halfstep.mlx.optim.masters:Masters.joined",
+    "halfstep.mlx.optim.masters:Masters.join_halves",
     "tests/mlx/test_state.py::test_split_masters_are_saved_shown_and_loaded_whole",
 )
 def _(good):

@@ -4,14 +4,14 @@ from benchmarks.prove.faults.registry import hazard, nothing
 
 hazard(
     "a step outside the run bypasses its checks",
-    "halfstep.torch.run.own_steps:OwnSteps.check",
-    "tests/torch/split/test_parameter.py::test_a_step_that_the_run_does_not_make_is_refused_where_it_would_be_lost",
+    "halfstep.torch.update.own_steps:OwnSteps.check",
+    "tests/torch/numerics/split/test_parameter.py::test_a_step_that_the_run_does_not_make_is_refused_where_it_would_be_lost",
 )(nothing)
 
 hazard(
     "a plain loop makes a step that is not finite",
-    "halfstep.torch.run.own_steps:OwnSteps._begin",
-    "tests/torch/run/test_own_steps.py::test_buffers_of_a_step_that_is_not_finite_are_restored_and_a_scheduler_may_wait",
+    "halfstep.torch.update.own_steps:OwnSteps._begin",
+    "tests/torch/update/test_own_steps.py::test_buffers_of_a_step_that_is_not_finite_are_restored_and_a_scheduler_may_wait",
 )(nothing)
 
 
@@ -31,8 +31,8 @@ def _(good):
 
 @hazard(
     "gradients are clipped by hand while they are times the scale",
-    "halfstep.torch.run.gradients:Shown._changed",
-    "tests/torch/run/test_gradients.py::test_gradients_that_are_changed_while_they_are_sums_or_scaled_are_refused",
+    "halfstep.torch.update.gradients:UserGradients._changed",
+    "tests/torch/update/test_gradients.py::test_gradients_that_are_changed_while_they_are_sums_or_scaled_are_refused",
 )
 def _(good):
     return lambda self: ""
@@ -40,8 +40,8 @@ def _(good):
 
 @hazard(
     "clipping by value makes an infinite gradient finite, and the step is made",
-    "halfstep.torch.run.gradients:Shown.unscale",
-    "tests/torch/run/test_gradients.py::test_a_step_that_is_not_finite_is_skipped_whatever_was_done_to_its_gradients",
+    "halfstep.torch.update.gradients:UserGradients.unscale",
+    "tests/torch/update/test_gradients.py::test_a_step_that_is_not_finite_is_skipped_whatever_was_done_to_its_gradients",
 )
 def _(good):
     def unscale(self, *args):

@@ -34,7 +34,7 @@ def _(good):
 
 @hazard(
     "the scale moves once per optimizer",
-    "halfstep.torch.step:Run.update",
+    "halfstep.torch.update.step:Engine.update",
     f"{TORCH}::test_one_scale_update_however_many_optimizers",
 )
 def _(good):
@@ -51,7 +51,7 @@ def _(good):
 
 @hazard(
     "at the floor no cause is named",
-    "halfstep.torch.run.nonfinite:find",
+    "halfstep.torch.instruments.nonfinite:find",
     f"{TORCH}::test_at_the_floor_the_cause_is_named",
 )
 def _(good):
@@ -63,7 +63,7 @@ def _(good):
 
 @hazard(
     "a skipped step advances the schedule",
-    "halfstep.torch.step:Run.scheduler_step",
+    "halfstep.torch.run:Run.scheduler_step",
     f"{TORCH}::test_a_skip_is_visible_to_schedules",
 )
 def _(good):
@@ -76,7 +76,7 @@ def _(good):
 
 @hazard(
     "an overflow in the forward pass is taken for a scaling problem",
-    "halfstep.core.scaling:way_out",
+    "halfstep.core.scaling:overflow_hint",
     f"{TORCH}::test_forward_overflow_is_not_reported_as_a_scaling_problem",
 )
 def _(good):
@@ -85,7 +85,7 @@ def _(good):
 
 @hazard(
     "clipping comes before unscaling",
-    "halfstep.torch.step:Run.update",
+    "halfstep.torch.update.step:Engine.update",
     f"{TORCH}::test_clipping_comes_after_unscaling",
 )
 def _(good):
@@ -108,7 +108,7 @@ hazard(
 
 @hazard(
     "the fp16 scale depends on the size of the first micro-batch",
-    "halfstep.torch.run.accumulation:Accumulation._weigh_sums",
+    "halfstep.torch.update.accumulation:Accumulation._weigh_sums",
     f"{STEP}::test_the_loss_scale_does_not_depend_on_the_size_of_the_first_micro_batch",
 )
 def _(good):

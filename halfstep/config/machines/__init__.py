@@ -11,7 +11,7 @@ from typing import Any, Literal
 from halfstep.config import schema
 from halfstep.config.load import parse_toml, read_text
 from halfstep.core.devices import Device, Kind
-from halfstep.core.errors import ConfigError, did_you_mean
+from halfstep.core.errors import UnknownRecipeError, did_you_mean
 
 NEAR = math.log(1.5)  # how far each size of a timed shape may be from another that it stands for
 
@@ -30,7 +30,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Reached:
-    """What of a datasheet's numbers programs reach, from and to; the defaults are limits of what is reported."""
+    """Shares of a datasheet's numbers that programs attain, from and to; the defaults span what is reported."""
 
     matmul: tuple[float, float] = (0.5, 0.8)
     attention: tuple[float, float] = (0.25, 0.55)
@@ -40,7 +40,7 @@ class Reached:
 
 @dataclass(frozen=True)
 class Timed:
-    """A kernel that was timed, or the host: what it takes for the operations of a pass or of an update."""
+    """A kernel that was timed; or the host, and its time for the operations of a pass or of an update."""
 
     kind: Literal["matmul", "attention", "bytes", "pass", "update"]
     format: str
@@ -79,18 +79,18 @@ class Machine:
     launch: tuple[float, float] = (4e-6, 16e-6)
     """Seconds that the host takes for an operation outside of compiled code, from and to."""
     reached: Reached = Reached()
-    """Shares of the numbers above that programs reach."""
+    """The shares of the numbers above that programs attain."""
     timed: tuple[Timed, ...] = ()
     """What was timed here."""
 
     @property
     def hardware(self) -> Device:
-        """What is supported there."""
+        """The device, of which `supported` can be asked."""
         capability = (self.capability[0], self.capability[1]) if self.capability else None
         return Device(self.kind, self.name, capability=capability, architecture=self.architecture)
 
     def nearest(self, kind: str, format: str, shape: tuple[int, ...]) -> Timed | None:
-        """Returns what was timed of nearly this shape."""
+        """Returns the timed kernel whose shape is nearest, if one is near enough."""
         alike = [t for t in self.timed if (t.kind, t.format, len(t.shape)) == (kind, format, len(shape))]
         far = {
             t: max((abs(math.log(a / b)) for a, b in zip(t.shape, shape, strict=True)), default=0.0) for t in alike
@@ -108,18 +108,18 @@ def machine_names() -> list[str]:
 def load_machine(name: str) -> Machine:
     """Returns a machine, given its name or a file."""
     if name.endswith(".toml"):
-        return _built(parse_toml(read_text(name), name))
+        return _build(parse_toml(read_text(name), name))
     if name not in machine_names():
         known = machine_names()
         make = "on that machine `halfstep probe --save mine.toml` makes a file; then --gpu mine.toml"
-        raise ConfigError(
+        raise UnknownRecipeError(
             f"there is no machine file for `{name}`; there are {', '.join(known)}",
             hint=f"{meant} {make}" if (meant := did_you_mean(name, known)) else make,
         )
     text = (resources.files("halfstep.config") / "machines" / f"{name}.toml").read_text(encoding="utf-8")
-    return _built(parse_toml(text, f"{name}.toml"))
+    return _build(parse_toml(text, f"{name}.toml"))
 
 
-def _built(table: dict[str, Any]) -> Machine:
+def _build(table: dict[str, Any]) -> Machine:
     timed = [schema.build(Timed, each, "timed.") for each in table.pop("timed", [])]
     return replace(schema.build(Machine, table), timed=tuple(timed))

@@ -1,23 +1,20 @@
-"""Finds all rules, and checks a record against them.
+"""Checks a record against all rules, or against those that were chosen.
 
-A rule is a module under `halfstep/core/audit/rules/` whose name begins with its id: `hs101_no_master`. It has one
-`RULE` and one `check(record)` that yields findings. Nothing else registers it.
+A rule is a `Rule` and a function that yields its findings on a record. Both are in the file of their family under
+`halfstep/core/audit/rules/`, and in its table `RULES`.
 """
 
 import fnmatch
-import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import import_module
 
-from halfstep.core.audit import rules
-from halfstep.core.audit.finding import SEVERITIES, Finding, Rule
-from halfstep.core.audit.fixes import in_words_of
+from halfstep.core.audit.finding import SEVERITIES, Check, Finding, Rule
 from halfstep.core.audit.record import Record
-from halfstep.core.errors import ConfigError, did_you_mean
+from halfstep.core.audit.rules import checkpoints, formats, loop, scaling, sums, updates
+from halfstep.core.errors import OptionError, did_you_mean
 
-Check = Callable[[Record], Iterator[Finding]]
+FAMILIES = (updates, scaling, sums, formats, loop, checkpoints)
 
 
 @dataclass(frozen=True)
@@ -39,15 +36,7 @@ class Suppression:
 @cache
 def registry() -> dict[str, tuple[Rule, Check]]:
     """Returns every rule with its check, by id, in order."""
-    known = {}
-    for module in pkgutil.walk_packages(rules.__path__, f"{rules.__name__}."):
-        name = module.name.rpartition(".")[2]
-        if name.startswith("hs") and not module.ispkg:
-            loaded = import_module(module.name)
-            if loaded.RULE.id.lower() != name.partition("_")[0]:
-                raise TypeError(f"{module.name} holds {loaded.RULE.id}")
-            known[loaded.RULE.id] = (loaded.RULE, loaded.check)
-    return dict(sorted(known.items()))
+    return {rule.id: (rule, check) for family in FAMILIES for rule, check in family.RULES.items()}
 
 
 def check(
@@ -62,12 +51,14 @@ def check(
     """
     chosen = chosen_rules(select, ignore)
     for each in suppressed:
-        _matching(each.rule, exact=True)
+        _matching_ids(each.rule, exact=True)
     merged: dict[object, Finding] = {}
     for record in [records] if isinstance(records, Record) else records:
         for id in chosen:
-            for finding in registry()[id][1](record):
-                finding = in_words_of(record.framework, finding)
+            rule, find = registry()[id]
+            for finding in find(record):
+                if record.framework == "jax" and rule.fix_jax:
+                    finding = replace(finding, fix=rule.fix_jax)
                 seen = merged.get(finding.key)
                 merged[finding.key] = (seen or replace(finding, ranks=[])).also_on([record.rank])
     kept = [f for f in merged.values() if not any(each.covers(f) for each in suppressed)]
@@ -76,14 +67,14 @@ def check(
 
 def chosen_rules(select: Iterable[str] = (), ignore: Iterable[str] = ()) -> list[str]:
     """Returns the ids of the rules to check."""
-    wanted = {id for name in select for id in _matching(name)} if (select := list(select)) else set(registry())
-    return [id for id in registry() if id in wanted - {id for name in ignore for id in _matching(name)}]
+    wanted = {id for name in select for id in _matching_ids(name)} if (select := list(select)) else set(registry())
+    return [id for id in registry() if id in wanted - {id for name in ignore for id in _matching_ids(name)}]
 
 
-def _matching(name: str, *, exact: bool = False) -> list[str]:
+def _matching_ids(name: str, *, exact: bool = False) -> list[str]:
     ids = [id for id in registry() if id == name.upper() or (not exact and id.startswith(name.upper()))]
     if not ids or not name:
-        raise ConfigError(
+        raise OptionError(
             f"there is no rule `{name}`",
             hint=did_you_mean(
                 name.upper(), registry(), "`halfstep audit --rules` lists them; HS1 means all HS1xx"

@@ -1,10 +1,11 @@
 """What a rule is, and what it says when it is broken."""
 
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from halfstep.core.audit.record import filled, plain
+from halfstep.core.audit.record import Operation, Record, Weight, from_plain, to_plain
 
 Severity = Literal["error", "warning", "note"]
 Confidence = Literal["certain", "likely", "weak"]
@@ -29,13 +30,13 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the finding as plain data."""
-        data: dict[str, Any] = plain(self)
+        data: dict[str, Any] = to_plain(self)
         return data
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Finding":
         """Returns the finding of plain data."""
-        return filled(cls, data)
+        return from_plain(cls, data)
 
     @property
     def key(self) -> tuple[str, str | None, tuple[str, ...]]:
@@ -59,6 +60,7 @@ class Rule:
     fix: str
     shows: str = ""  # which numbers its evidence has
     needs: str = ""  # what must have been seen for it to be judged, such as "a live run"
+    fix_jax: str = ""  # the fix in the words of JAX, where those of torch do not fit
 
     @property
     def page(self) -> str:
@@ -89,6 +91,22 @@ class Rule:
             evidence=dict(evidence or {}),
             policy_rule=policy_rule,
         )
+
+    def finding_on_weight(self, weight: Weight, message: str, change: str = "", **more: Any) -> Finding:
+        """Returns a finding on one weight; `change` is what a rule of the policy would set, as in `param=fp32`."""
+        cure = rule_for(weight.name, change) if change else None
+        return self.finding(message, weight.name, place=weight.place, policy_rule=cure, **more)
+
+    def finding_on_operation(self, op: Operation, message: str, change: str = "", **more: Any) -> Finding:
+        """Returns a finding on one operation, with its number of calls as evidence unless there is better."""
+        where = [op.module] if op.module else []
+        cure = f'"{op.module}" = "{change}"' if change and op.module else None
+        return self.finding(
+            message, *where, place=op.place, policy_rule=cure, **{"evidence": {"calls": op.count}, **more}
+        )
+
+
+Check = Callable[[Record], Iterator[Finding]]  # what judges one rule
 
 
 def first_names(names: list[str], most: int = 4) -> str:

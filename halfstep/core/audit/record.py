@@ -7,6 +7,7 @@ processes as JSON.
 """
 
 import types
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -42,7 +43,7 @@ class UpdateCounts:
     intended: int = 0  # updates that are not zero, by the optimizer's own formula in fp64
     lost: int = 0  # of those: the stored value is the one from before the step
     decay_intended: int = 0  # weight decays that are not zero
-    decay_lost: int = 0  # of those: the decay alone would leave the stored value as it is
+    decay_lost: int = 0  # of those: the decay alone would leave the stored value unchanged
     arrived_sum: float = 0.0  # sum of actual * intended
     intended_sum: float = 0.0  # sum of intended squared
     gradient: int = 0  # elements with a nonzero gradient
@@ -50,7 +51,7 @@ class UpdateCounts:
     exact: bool = True  # False: an unknown optimizer, so `intended` counts elements with a nonzero gradient
 
     @property
-    def arrived(self) -> float | None:
+    def applied_fraction(self) -> float | None:
         """The share of the intended update that arrived; None if nothing was intended, or that is not known."""
         return self.arrived_sum / self.intended_sum if self.exact and self.intended_sum else None
 
@@ -175,32 +176,57 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the record as plain data."""
-        data: dict[str, Any] = plain(self)
+        data: dict[str, Any] = to_plain(self)
         return data
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Record":
         """Returns the record of plain data; keys of a newer version are left out."""
-        return filled(cls, data)
+        return from_plain(cls, data)
 
     def calls_of(self, *kinds: CallKind) -> list[Call]:
         """Returns the calls of some kinds, in order."""
         return [call for call in self.calls if call.what in kinds]
 
 
+# float64 is wide; integers and booleans are not formats that training computes in.
+_WIDE = {"fp32", "fp64", "float32", "float64", "double", "complex64", "complex128"}
+
+
+def is_narrow(name: str | None) -> bool:
+    """Returns whether numbers of a format have fewer bits than fp32: bf16, fp16, fp8, int8 of a moment."""
+    return name is not None and name not in _WIDE
+
+
+def by_target(calls: Iterable[Call]) -> dict[str | None, list[Call]]:
+    """Returns calls by the optimizer, scaler or schedule that they are about."""
+    groups: dict[str | None, list[Call]] = {}
+    for call in calls:
+        groups.setdefault(call.target, []).append(call)
+    return groups
+
+
+def by_place(calls: Iterable[Call]) -> dict[str | None, list[Call]]:
+    """Returns calls by the line that made them."""
+    groups: dict[str | None, list[Call]] = {}
+    for call in calls:
+        groups.setdefault(call.place, []).append(call)
+    return groups
+
+
 T = TypeVar("T")
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Returns a dataclass as dictionaries and lists."""
     if is_dataclass(value):
-        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+        return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
-    return {key: plain(each) for key, each in value.items()} if isinstance(value, dict) else value
+        return [to_plain(each) for each in value]
+    return {key: to_plain(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
-def filled(kind: type[T], data: dict[str, Any]) -> T:
+def from_plain(kind: type[T], data: dict[str, Any]) -> T:
     """Returns a dataclass of plain data."""
     hints = get_type_hints(kind)
     return kind(**{name: _value(hints[name], value) for name, value in data.items() if name in hints})
@@ -214,4 +240,4 @@ def _value(hint: Any, value: Any) -> Any:
         return next((_value(each, value) for each in get_args(hint) if is_dataclass(each)), value)
     if origin is list:
         return [_value(get_args(hint)[0], each) for each in value]
-    return filled(hint, value) if is_dataclass(hint) and isinstance(hint, type) else value
+    return from_plain(hint, value) if is_dataclass(hint) and isinstance(hint, type) else value

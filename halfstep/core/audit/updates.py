@@ -68,7 +68,7 @@ def adam(seen: Seen, *, decoupled: bool = False) -> Intended:
     update = -rate * (state["exp_avg"] / (1 - float(b1) ** steps)) / root
     if not (decoupled or given.get("decoupled_weight_decay")):
         return Intended(update)
-    return Intended(update, decayed(seen))
+    return Intended(update, decoupled_decay(seen))
 
 
 def adamw(seen: Seen) -> Intended:
@@ -80,10 +80,10 @@ def lion(seen: Seen) -> Intended:
     """Lion, from its moment before the step."""
     given, (b1, _) = seen.settings, seen.settings["betas"]
     mixed = b1 * seen.earlier.get("exp_avg", 0.0) + (1 - b1) * seen.gradient
-    return Intended(-float(given["lr"]) * np.sign(mixed), decayed(seen))
+    return Intended(-float(given["lr"]) * np.sign(mixed), decoupled_decay(seen))
 
 
-def decayed(seen: Seen) -> Array:
+def decoupled_decay(seen: Seen) -> Array:
     """Returns what decoupled decay adds."""
     return -float(seen.settings["lr"]) * float(seen.settings.get("weight_decay", 0)) * seen.weight
 
@@ -107,7 +107,7 @@ def count_each(
         finite = np.isfinite(whole) & np.isfinite(actual)
         whole, actual = np.where(finite, whole, 0.0), np.where(finite, actual, 0.0)
         decays = (decay != 0) & np.isfinite(before)
-        kept = _rounded(before + np.where(decays, decay, 0.0), format) == before
+        kept = _round_as_stored(before + np.where(decays, decay, 0.0), format) == before
     columns = {
         "intended": meant,
         "lost": meant & same,
@@ -146,7 +146,7 @@ def _each(columns: Mapping[str, NDArray[Any]], sizes: Sequence[int]) -> list[Upd
     ]
 
 
-def _rounded(values: Array, format: str) -> Array:
+def _round_as_stored(values: Array, format: str) -> Array:
     """Returns values as a format stores them, to nearest-even. Of the common ones without `cast`, which is exact
     for every format and takes ten times as long."""
     wide = values.astype(np.float32)

@@ -100,7 +100,7 @@ class Gain:
 
     @property
     def least(self) -> float:
-        """The ratio with the format's median in place of its fastest time."""
+        """The ratio by the format's median time, where `ratio` takes its fastest."""
         return self.fp32_seconds / max(self.typical, self.seconds)
 
     def __str__(self) -> str:

@@ -4,7 +4,7 @@ An fp8 matmul takes about half the time of a bf16 one, but its casts and transpo
 layer that a rule names is timed, forward and backward, by its size, in both precisions, and the whole layer stays
 wide if it is not faster by WORTH. The sizes in which a model works most are timed first; what is not timed within
 BUDGET seconds, or does not fit into memory, stays wide too. Emulated layers are not timed. What an earlier run has
-timed on this machine is not timed again (timings.py).
+timed on this machine is not timed again (core/cache.py).
 
 A backend says which layers there are and times one of them; the rest is here.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from halfstep.core.ladder import Clock
+from halfstep.core.arrays.ladder import Clock
 from halfstep.core.precision import Precision
 from halfstep.core.roles import is_narrow
 
@@ -101,7 +101,7 @@ NO_LAYERS = Measured()
 
 
 def not_measured(count: int | None = None) -> Measured:
-    """Returns the layers of an emulated policy, so many of them if that is known: all are narrow."""
+    """Returns the layers of an emulated policy, all of them narrow; their number, where it is known."""
     matmuls = "matmuls" if count is None else f"{count} matmuls"
     return Measured(here=f"nothing, since it is emulated: all {matmuls} of the rules are narrow")
 
@@ -117,7 +117,7 @@ def resumed(narrow: Mapping[str, bool]) -> Measured:
 def measure_layers(
     works: Mapping[str, Sequence[tuple[W, Precision]]],
     timer: Timer[W],
-    ran_out: Callable[[BaseException], bool],
+    is_out_of_memory: Callable[[BaseException], bool],
     clock: Clock = time.perf_counter,
 ) -> Measured:
     """Times layers, given by name what each multiplies and in which narrow precision, size by size."""
@@ -132,7 +132,7 @@ def measure_layers(
     for (work, precision), _ in amounts.most_common():
         late = clock() - start >= BUDGET
         times[work, precision] = (
-            f"not timed within {BUDGET:g} s" if late else _timed(timer, work, precision, ran_out)
+            f"not timed within {BUDGET:g} s" if late else _time_layers(timer, work, precision, is_out_of_memory)
         )
     verdicts = {name: _verdict([times[key] for key in keys], keys[0][1]) for name, keys in works.items()}
     narrow = {name: faster for name, (faster, _) in verdicts.items()}
@@ -146,13 +146,13 @@ def narrow_formats(precision: Precision) -> str:
     return " and ".join(dict.fromkeys(str(o.format) for o in precision.operands if is_narrow(o.format)))
 
 
-def _timed(
-    timer: Timer[W], work: W, precision: Precision, ran_out: Callable[[BaseException], bool]
+def _time_layers(
+    timer: Timer[W], work: W, precision: Precision, is_out_of_memory: Callable[[BaseException], bool]
 ) -> list[float] | str:
     try:
         return timer(work, (precision.widened(), precision))
     except (MemoryError, RuntimeError) as error:  # of a kernel, or of the compiler
-        if ran_out(error):
+        if is_out_of_memory(error):
             return f"not timed: {work.tokens} tokens take more memory than there is"
         return f"not timed: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
 

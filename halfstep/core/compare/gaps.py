@@ -30,7 +30,15 @@ Interval = tuple[float, float]
 
 
 class CompareError(HalfstepError):
-    """What cannot be compared."""
+    """Runs, logs or policies that cannot be compared."""
+
+
+class CompareInputError(CompareError):
+    """What is to be compared does not exist, cannot be read, or is the same twice."""
+
+
+class IncomparableError(CompareError):
+    """Runs or numbers of which no verdict can be made."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +57,9 @@ class Verdict:
 def verdict(gaps: Sequence[float], delta: float) -> Verdict:
     """Returns what the gaps of held-out losses say, one for each pair; infinite where A's run has diverged."""
     if not gaps or any(math.isnan(gap) for gap in gaps):
-        raise CompareError("a verdict needs the gap of at least one pair, and no gap may be NaN")
+        raise IncomparableError("a verdict needs the gap of at least one pair, and no gap may be NaN")
     if not 0 <= delta < math.inf:
-        raise CompareError(f"delta is {delta}, and a gap to tolerate is a finite number of at least 0")
+        raise IncomparableError(f"delta is {delta}, and a gap to tolerate is a finite number of at least 0")
     if diverged := sum(math.isinf(gap) for gap in gaps):
         beyond = (math.inf, math.inf)
         return Verdict("different", math.inf, beyond, beyond, delta, diverged=diverged)
@@ -69,7 +77,7 @@ def verdict(gaps: Sequence[float], delta: float) -> Verdict:
 def seed_spread(losses: Sequence[float]) -> float:
     """Returns the spread of the final losses of one way to train over seeds: their standard deviation."""
     if len(losses) < 2 or not all(map(math.isfinite, losses)):
-        raise CompareError(
+        raise IncomparableError(
             f"the spread over seeds needs two finite losses or more, and there are {list(losses)}",
             hint="give the reference more seeds, or say with --delta which gap does not matter",
         )

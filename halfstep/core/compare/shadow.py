@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from halfstep.core.compare.gaps import t_quantile
+from halfstep.core.rules import owner
 
 DRAWS = 8
 BY_CHANCE = 0.01  # the share of shadows in which something leaves the band although there is only noise
@@ -50,8 +51,8 @@ class Sums(NamedTuple):
         return math.log(self.ours / self.reference) / 2
 
     @property
-    def turned(self) -> float:
-        """1 - cosine, without cancellation."""
+    def one_minus_cosine(self) -> float:
+        """1 minus the cosine of both, without cancellation."""
         if not self.error:
             return 0.0
         a, b = math.sqrt(self.ours), math.sqrt(self.reference)
@@ -64,7 +65,7 @@ class Sums(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """What one pass gave: its loss, and the sums of each layer against the fp32 pass."""
+    """The loss of one pass, and the sums of each layer against the fp32 pass."""
 
     loss: float
     layers: dict[str, Sums]
@@ -85,16 +86,16 @@ class Band:
 
     @classmethod
     def of(cls, draws: Sequence[Sums], reach: float) -> "Band":
-        """Returns the band of some draws that reaches so many of their standard deviations around the mean."""
-        turned = _reached([math.log(max(d.turned, 1e-300)) for d in draws], reach)[1]
-        low, high = _reached([d.log_ratio for d in draws], reach)
-        lowest = _reached([d.sqnr for d in draws], reach)[0]
-        return cls(max(-1.0, 1 - math.exp(min(turned, 1.0))), (_exp(low), _exp(high)), lowest)
+        """Returns the band around the mean of draws, `reach` of their standard deviations wide to each side."""
+        farthest = _interval([math.log(max(d.one_minus_cosine, 1e-300)) for d in draws], reach)[1]
+        low, high = _interval([d.log_ratio for d in draws], reach)
+        lowest = _interval([d.sqnr for d in draws], reach)[0]
+        return cls(max(-1.0, 1 - math.exp(min(farthest, 1.0))), (_exp(low), _exp(high)), lowest)
 
     def holds(self, sums: Sums) -> bool:
         """Whether a gradient lies inside."""
         ratio, (low, high) = _exp(sums.log_ratio), self.norm_ratio
-        return 1 - sums.turned >= self.cosine and low <= ratio <= high and sums.sqnr >= self.sqnr
+        return 1 - sums.one_minus_cosine >= self.cosine and low <= ratio <= high and sums.sqnr >= self.sqnr
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class LayerShadow:
     @property
     def cosine(self) -> float:
         """The cosine between both."""
-        return 1 - self.sums.turned
+        return 1 - self.sums.one_minus_cosine
 
     @property
     def norm_ratio(self) -> float:
@@ -172,10 +173,10 @@ class Shadow:
             return ""
         if self.causes:
             alone = "each of them alone" if len(self.causes) > 1 else "alone, with the rest in fp32,"
-            return f"{_listed(self.causes)} {alone} changes gradients more than noise of {self.noise} does" + (
+            return f"{_list_names(self.causes)} {alone} changes gradients more than noise of {self.noise} does" + (
                 f" ({len(found)} of {len(self.layers)} layers are affected)" if found else ""
             )
-        what = f"the gradients of {_listed(found)}" if found else "the loss"
+        what = f"the gradients of {_list_names(found)}" if found else "the loss"
         differ = "differ" if found else "differs"
         return f"{what} {differ} from those in fp32 by more than noise of {self.noise} explains"
 
@@ -207,7 +208,7 @@ class Shadow:
         return "\n".join(lines)
 
 
-def compared(ours: Pass, reference: float, draws: Sequence[Pass], noise: str) -> Shadow:
+def compare_passes(ours: Pass, reference: float, draws: Sequence[Pass], noise: str) -> Shadow:
     """Returns a pass beside the fp32 one, whose loss is given, and noisy ones."""
     if not (ours.finite and math.isfinite(reference) and all(draw.finite for draw in draws)):
         return Shadow(ours.loss, reference, (-math.inf, math.inf), {}, noise)
@@ -216,7 +217,7 @@ def compared(ours: Pass, reference: float, draws: Sequence[Pass], noise: str) ->
         name: LayerShadow(sums, Band.of([draw.layers[name] for draw in draws], reach))
         for name, sums in ours.layers.items()
     }
-    band = _reached([draw.loss - reference for draw in draws], reach)
+    band = _interval([draw.loss - reference for draw in draws], reach)
     return Shadow(ours.loss, reference, band, layers, noise)
 
 
@@ -226,7 +227,8 @@ def _reach(num_layers: int, draws: int) -> float:
     return t_quantile(1 - BY_CHANCE / bounds, draws - 1) * math.sqrt(1 + 1 / draws)
 
 
-def _reached(values: Sequence[float], reach: float) -> Range:
+def _interval(values: Sequence[float], reach: float) -> Range:
+    """Returns the mean of draws, less and plus `reach` of their standard deviations."""
     if not all(map(math.isfinite, values)):  # equal gradients, or none: as far as draws go
         return min(values), max(values)
     mean = math.fsum(values) / len(values)
@@ -242,20 +244,15 @@ def _decibels(value: float) -> str:
     return f"{'equal':>9}" if value == math.inf else f"{value:>6.1f} dB"
 
 
-def _listed(names: Sequence[str], most: int = 3) -> str:
+def _list_names(names: Sequence[str], most: int = 3) -> str:
     shown = ", ".join(f"`{name}`" if name else "the model's own code" for name in names[:most])
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def layer_of(parameter: str) -> str:
-    """Returns the layer that a parameter belongs to: its module, or itself if it is the model's own."""
-    return parameter.rpartition(".")[0] or parameter
-
-
-def summed(parts: Mapping[str, Sums]) -> dict[str, Sums]:
+def sum_by_layer(parts: Mapping[str, Sums]) -> dict[str, Sums]:
     """Returns the sums of layers from those of their parameters."""
     layers: dict[str, Sums] = {}
     for name, part in parts.items():
-        known = layers.get(layer_of(name), Sums(0.0, 0.0, 0.0))
-        layers[layer_of(name)] = Sums(*(a + b for a, b in zip(known, part, strict=True)))
+        known = layers.get(owner(name), Sums(0.0, 0.0, 0.0))
+        layers[owner(name)] = Sums(*(a + b for a, b in zip(known, part, strict=True)))
     return layers

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from halfstep.core.errors import FormatError, HalfstepError, RoundingError
+from halfstep.core.errors import CastInputError, StateError, UnsupportedFormatError
 from halfstep.core.formats import FP32, Format
 from halfstep.core.rounding import as_format, as_fp32, cast, overflows
 
@@ -187,13 +187,13 @@ class UpdateStats:
         format = as_format(format)
         weights, updates = as_fp32(weight, format), as_fp32(update, format)
         if weights.shape != updates.shape:
-            raise RoundingError(
+            raise CastInputError(
                 f"`weight` has shape {weights.shape} and `update` {updates.shape}",
                 hint="an update has the shape of its weight",
             )
         weights, updates = weights[updates != 0], updates[updates != 0]
         if not np.array_equal(cast(weights, format, overflow=format.native_overflow), weights, equal_nan=True):
-            raise RoundingError(
+            raise CastInputError(
                 f"`weight` has values that are not numbers of {format}, so they cannot be its weights",
                 hint="pass the weight as it is stored: cast(weight, format, overflow=...)",
             )
@@ -243,7 +243,7 @@ def _fp32_scale(scale: float) -> float:
     with np.errstate(over="ignore"):
         rounded = float(np.float32(scale))
     if not 0 < rounded < math.inf:
-        raise RoundingError(
+        raise CastInputError(
             f"a scale of {scale} cannot be undone; it must be positive and finite in fp32",
             hint="the scale of an all-zero tensor is 1",
         )
@@ -262,7 +262,7 @@ def _fraction(part: int, whole: int) -> float:
 
 def _same_format(one: Format, other: Format) -> None:
     if one != other:
-        raise FormatError(
+        raise UnsupportedFormatError(
             f"statistics of {one} and of {other} cannot be merged: they answer different questions",
             hint="keep one set of statistics for each format",
         )
@@ -272,7 +272,7 @@ def _fields(cls: type[TensorStats] | type[UpdateStats], written: Mapping[str, An
     """Returns the fields of a class as they were written; refuses missing or extra ones."""
     expected = [field.name for field in fields(cls)]
     if sorted(written) != sorted(expected):
-        raise HalfstepError(
+        raise StateError(
             f"{cls.__name__} is written as {', '.join(expected)}; given: {', '.join(written)}",
             hint="it was written by another version of halfstep, or is something else",
         )

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from halfstep.core.cast_constants import cast_constants
+from halfstep.core.arrays.cast import cast_constants
 from halfstep.core.formats import Format, parse
 from halfstep.core.rounding import as_fp32, cast, overflows
 from halfstep.core.stats.tensors import sqnr_db

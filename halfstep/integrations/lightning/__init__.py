@@ -9,7 +9,7 @@
     state_dict      the run's whole state, in Lightning's own checkpoint
 
 **The checkpoint is Lightning's**, in one file. A file of ours beside it would stay behind when ModelCheckpoint
-removes its own or when somebody moves it, and Lightning also writes to remote file systems. What a plain Lightning
+removes its own or when the user moves it, and Lightning also writes to remote file systems. What a plain Lightning
 job reads, `state_dict` and `optimizer_states`, stays there in torch's format. torch.save writes storage that two
 entries share once, so the run's state adds little.
 """

@@ -10,9 +10,17 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import (
+    ArgumentError,
+    HalfstepError,
+    ParallelError,
+    SplitMasterError,
+    StateError,
+    UnsupportedModelError,
+    UnsupportedOptimizerError,
+)
 from halfstep.core.formats import FP32
-from halfstep.torch.step import Run
+from halfstep.torch.run import Run
 
 _STRATEGIES = (SingleDeviceStrategy, DDPStrategy, FabricSingleDevice, FabricDDP)
 
@@ -22,12 +30,12 @@ def check_strategy(strategy: Any) -> None:
     named = isinstance(strategy, str)
     if not (strategy == "auto" or strategy.startswith("ddp") if named else isinstance(strategy, _STRATEGIES)):
         what = strategy if named else type(strategy).__name__
-        raise HalfstepError(
+        raise ParallelError(
             f"strategy={what}: no policy is implemented for it, only for one device and for DDP",
             hint='strategy="auto" or strategy="ddp"',
         )
     if (hook := getattr(strategy, "_ddp_comm_hook", None)) is not None:
-        raise HalfstepError(
+        raise ParallelError(
             f"ddp_comm_hook={hook.__name__}: replicas would exchange gradients by it, and not as the policy says",
             hint="omit it: gradients are summed in the format of the role `reduce`, fp32",
         )
@@ -38,7 +46,7 @@ def check_module(module: pl.LightningModule) -> None:
     if not module.automatic_optimization:
         raise manual()
     if is_overridden("backward", module):
-        raise HalfstepError(
+        raise UnsupportedModelError(
             f"{type(module).__name__}.backward is its own, and would bypass the run: no scale, no finite check",
             hint="remove it; return the loss from training_step",
         )
@@ -46,7 +54,7 @@ def check_module(module: pl.LightningModule) -> None:
 
 def manual() -> HalfstepError:
     """Returns the refusal of manual optimization."""
-    return HalfstepError(
+    return UnsupportedModelError(
         "manual optimization: the module makes its own updates, which a plugin cannot check, clip or skip",
         hint="automatic_optimization = True; or halfstep.torch.prepare and run.step in training_step, "
         "with the Trainer at 32-true",
@@ -57,7 +65,7 @@ def check_backward(args: Any, kwargs: Any) -> None:
     """Refuses arguments of a backward pass."""
     if args or kwargs:
         given = ", ".join([*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())])
-        raise HalfstepError(
+        raise ArgumentError(
             f"backward was given {given}: a run makes one backward pass of each loss",
             hint="sum the losses that share a graph, and call it once",
         )
@@ -66,7 +74,7 @@ def check_backward(args: Any, kwargs: Any) -> None:
 def check_step(kwargs: Any) -> None:
     """Refuses arguments of an optimizer's step."""
     if kwargs:
-        raise HalfstepError(
+        raise ArgumentError(
             f"the optimizer's step was given {', '.join(kwargs)}, which a run does not pass on",
             hint="set it in the optimizer's groups",
         )
@@ -76,7 +84,7 @@ def check_replicas(run: Run, *, wrapped: bool) -> None:
     """Refuses what DDP does not exchange: gradients that are not summed in the parameters' own `grad`."""
     if wrapped and not (_is_whole(run) and run.policy.accumulate == FP32):
         run.unprepare()
-        raise HalfstepError(
+        raise ParallelError(
             "Lightning's DDP takes parameters and the sums of their gradients for fp32, and exchanges no others",
             hint="hold masters whole, with `param=fp32`, and sum in fp32, with `accumulate=fp32`",
         )
@@ -87,7 +95,7 @@ def check_averages(run: Run, callbacks: list[Any]) -> None:
     found = next((c for c in callbacks if isinstance(c, WeightAveraging | StochasticWeightAveraging)), None)
     if found is not None and not _is_whole(run):
         run.unprepare()
-        raise HalfstepError(
+        raise SplitMasterError(
             f"{type(found).__name__} averages the module's parameters, which hold a part of their masters",
             hint="HalfstepPrecision(policy, ema=0.999) averages masters; or hold them whole, with `param=fp32`",
         )
@@ -100,7 +108,7 @@ def _is_whole(run: Run) -> bool:
 def check_one(optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
     """Refuses several optimizers for one model."""
     if len(optimizers) > 1:
-        raise HalfstepError(
+        raise UnsupportedOptimizerError(
             f"{len(optimizers)} optimizers for one model: each would be stepped alone, and an update has one norm",
             hint="one optimizer with several groups; or halfstep.torch.prepare(model, optimizers, policy) and its "
             "run.step",
@@ -109,7 +117,7 @@ def check_one(optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
 
 def without_state(path: Any) -> HalfstepError:
     """Returns the refusal of a checkpoint that was saved without a policy."""
-    return HalfstepError(
+    return StateError(
         f"`{path}` has no state of a run: it was saved without a policy",
         hint='fabric.load(path, {"model": model}) loads the weights, fabric.run_of(model).load_torch_amp the rest',
     )

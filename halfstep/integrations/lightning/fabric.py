@@ -10,8 +10,8 @@ from lightning.fabric.plugins import Precision as PlainFabricPrecision
 from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 from torch import Tensor, nn
 
-from halfstep.core.errors import HalfstepError
-from halfstep.core.measure import TOKENS
+from halfstep.core.arrays.measure import TOKENS
+from halfstep.core.errors import ArgumentError, AutocastError, OptimizerParametersError, RunStateError
 from halfstep.core.policy import Policy
 from halfstep.integrations.lightning.checks import (
     check_backward,
@@ -21,9 +21,9 @@ from halfstep.integrations.lightning.checks import (
     check_strategy,
     without_state,
 )
-from halfstep.integrations.lightning.runs import States, reached, update
+from halfstep.integrations.lightning.runs import States, covered_functions, update
 from halfstep.torch.parallel.ranks import num_ranks
-from halfstep.torch.step import Run, prepare
+from halfstep.torch.run import Run, prepare
 
 STATE = "halfstep"  # the entry of a Fabric checkpoint
 _SET_UP = "model, optimizer = fabric.setup(model, optimizer)"
@@ -39,7 +39,7 @@ class Fabric(PlainFabric):
         self, *, policy: Policy | str, seed: int = 0, ema: float = 0.0, tokens: int = TOKENS, **kwargs: Any
     ):
         if kwargs.get("precision") is not None:
-            raise HalfstepError(
+            raise AutocastError(
                 f"both policy={str(policy)!r} and precision={kwargs['precision']!r} were given",
                 hint="drop `precision=`: the policy says all of it",
             )
@@ -91,7 +91,7 @@ class Fabric(PlainFabric):
         A step that is not finite is skipped, so it is not an error here.
         """
         if error_if_nonfinite:
-            raise HalfstepError(
+            raise ArgumentError(
                 "error_if_nonfinite=True: a step that is not finite is skipped, and nothing waits for its norm",
                 hint="leave it out; `optimizer.step()` returns a result whose `skipped` says so",
             )
@@ -107,7 +107,7 @@ class Fabric(PlainFabric):
     ) -> None:
         """Saves a checkpoint, with the whole state of each run whose optimizer is in it."""
         if STATE in state:
-            raise HalfstepError(f"`{STATE}` is the entry of the runs' states", hint="name yours something else")
+            raise ArgumentError(f"`{STATE}` is the entry of the runs' states", hint="name yours something else")
         runs = self._runs_in(state)
         super().save(path, {**state, STATE: States(runs)} if runs else state, filter)
 
@@ -187,7 +187,7 @@ class _FabricPrecision(PlainFabricPrecision):
             held = {p for group in optimizer.param_groups for p in group["params"]}
             runs = [run for run in self._runs if not held.isdisjoint(run.model.parameters())]
             if not runs:
-                raise HalfstepError(
+                raise OptimizerParametersError(
                     f"no model that was set up has the parameters of this {type(optimizer).__name__}",
                     hint="model = fabric.setup_module(model) first, then make the optimizer",
                 )
@@ -199,7 +199,7 @@ class _FabricPrecision(PlainFabricPrecision):
         for run in self._runs:
             if id(run.model) in modules:
                 return run
-        raise HalfstepError("this model was not set up", hint=_SET_UP)
+        raise RunStateError("this model was not set up", hint=_SET_UP)
 
     def find(self, optimizer: Any) -> Run | None:
         """Returns the run of an optimizer, wrapped or not; None if it has none, or is not an optimizer."""
@@ -211,19 +211,19 @@ class _FabricPrecision(PlainFabricPrecision):
         run = self.find(optimizer)
         if run is None:
             kind = type(optimizer).__name__
-            raise HalfstepError(f"this {kind} was not set up", hint=_SET_UP)
+            raise RunStateError(f"this {kind} was not set up", hint=_SET_UP)
         return run
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Inside, functions that code outside of the model calls are reached: `fabric.autocast()`."""
+        """Inside, the policy covers functions that code outside of the model calls: `fabric.autocast()`."""
         if not self._runs:
-            raise HalfstepError("no model was set up", hint=_SET_UP)
-        return reached(self._runs[0])  # all have the same policy
+            raise RunStateError("no model was set up", hint=_SET_UP)
+        return covered_functions(self._runs[0])  # all have the same policy
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Adds the gradients of a micro-batch; Fabric divides nothing, and neither does the update."""
         check_backward(args, kwargs)
-        self._trained(model).backward(tensor, normalized=True)
+        self._trained_run(model).backward(tensor, normalized=True)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Runs the closure, if there is one, and updates."""
@@ -238,15 +238,15 @@ class _FabricPrecision(PlainFabricPrecision):
         return result if closure is None else loss
 
     def unscale_gradients(self, optimizer: Any) -> None:
-        """Makes each `p.grad` the gradient itself, before somebody clips by value."""
+        """Makes each `p.grad` the gradient itself, for code that clips by value."""
         self.run_for(optimizer).unscale()
 
-    def _trained(self, model: nn.Module | None) -> Run:
+    def _trained_run(self, model: nn.Module | None) -> Run:
         if model is not None:
             return self.run_of(model)
         trained = [run for run in self._runs if run.optimizers]
         if len(trained) != 1:
             what = f"{len(trained)} models were set up with an optimizer" if trained else "no optimizer was set up"
             hint = "fabric.backward(loss, model=model) says whose loss it is" if trained else _SET_UP
-            raise HalfstepError(what, hint=hint)
+            raise RunStateError(what, hint=hint)
         return trained[0]

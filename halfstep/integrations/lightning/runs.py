@@ -8,11 +8,12 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import StateError
 from halfstep.core.scaling import DynamicScale
-from halfstep.torch.convert.modules import Root
+from halfstep.torch.numerics.record import record_of
 from halfstep.torch.parallel.ranks import num_ranks
-from halfstep.torch.step import Run, StepResult
+from halfstep.torch.run import Run
+from halfstep.torch.update.step import StepResult
 
 
 def update(run: Run) -> StepResult:
@@ -23,9 +24,9 @@ def update(run: Run) -> StepResult:
     return result
 
 
-def reached(run: Run) -> AbstractContextManager[Any]:
+def covered_functions(run: Run) -> AbstractContextManager[Any]:
     """Returns the context in which functions of the model's own code follow the policy."""
-    mode = cast(Root, run.model).halfstep_model.mode
+    mode = record_of(run.model).model_mode
     assert mode is not None
     return cast(AbstractContextManager[Any], mode)
 
@@ -44,7 +45,7 @@ class States:
         """Restores each run."""
         for name, run in self.runs.items():
             if name not in given:
-                raise HalfstepError(
+                raise StateError(
                     f"the checkpoint has no run for `{name}`, only for {', '.join(given)}",
                     hint="name the optimizer as it was named when it was saved",
                 )

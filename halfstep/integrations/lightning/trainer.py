@@ -14,8 +14,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from halfstep.core.errors import HalfstepError
-from halfstep.core.measure import TOKENS
+from halfstep.core.arrays.measure import TOKENS
+from halfstep.core.errors import ArgumentError, OptimizerParametersError, RunStateError
 from halfstep.core.policy import Policy
 from halfstep.core.scaling import DynamicScale
 from halfstep.integrations.lightning.checks import (
@@ -27,8 +27,10 @@ from halfstep.integrations.lightning.checks import (
     check_strategy,
     manual,
 )
-from halfstep.integrations.lightning.runs import load_state, reached, state_of, update
-from halfstep.torch.step import Run, StepResult, prepare
+from halfstep.integrations.lightning.runs import covered_functions, load_state, state_of, update
+from halfstep.torch.numerics.record import record_of, update_record
+from halfstep.torch.run import Run, prepare
+from halfstep.torch.update.step import StepResult
 
 _COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict_step")  # by torch.compile
 _HOOKS = ("on_before_optimizer_step", "configure_gradient_clipping")
@@ -51,7 +53,7 @@ class HalfstepPrecision(PlainPrecision):
     def run(self) -> Run:
         """The run of the model that is trained or evaluated."""
         if self._run is None:
-            raise HalfstepError(
+            raise RunStateError(
                 "the plugin has no model yet: the Trainer connects it when it fits or evaluates",
                 hint="read it in on_fit_start or later; strategies that shard the model are not supported",
             )
@@ -70,7 +72,7 @@ class HalfstepPrecision(PlainPrecision):
         """Refuses a strategy that no policy is implemented for, before it changes the model."""
         trainer = getattr(module, "_trainer", None)
         if trainer is None:
-            raise HalfstepError(
+            raise ArgumentError(
                 "HalfstepPrecision is for Lightning's Trainer",
                 hint=f"from halfstep.integrations.lightning import Fabric; Fabric(policy={str(self._policy)!r})",
             )
@@ -90,10 +92,10 @@ class HalfstepPrecision(PlainPrecision):
         if self._run is not None and self._run.model is module and not fits:
             return model, optimizers, lr_schedulers  # to evaluate what was trained
         self._release()
-        before = module.__dict__.get("halfstep_prepared")  # by another Trainer
+        before = record_of(module).prepared  # by another Trainer
         if isinstance(before, HalfstepPrecision) and before.run.model is module:
             before._release()
-        with _uncompiled(module):
+        with _without_compile(module):
             run = prepare(module, optimizers if fits else None, self._policy, **self._options)
         if fits:
             check_replicas(run, wrapped=module is not model)
@@ -101,7 +103,7 @@ class HalfstepPrecision(PlainPrecision):
             if trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE:
                 run.clip_norm = float(trainer.gradient_clip_val or 0.0)  # for the summary
         self._run, self.result = run, None
-        module.__dict__["halfstep_prepared"] = self  # which unprepare removes
+        update_record(module, prepared=self)  # which unprepare removes
         return model, optimizers, lr_schedulers
 
     def __deepcopy__(self, _: Any) -> "HalfstepPrecision":
@@ -129,7 +131,7 @@ class HalfstepPrecision(PlainPrecision):
         check_step(kwargs)
         run = self.run
         if optimizer not in run.optimizers:
-            raise HalfstepError(
+            raise OptimizerParametersError(
                 f"the Trainer steps another optimizer than the run's, a {type(optimizer).__name__}",
                 hint="return it from configure_optimizers; to change to another, fit again: that begins a new run",
             )
@@ -139,7 +141,7 @@ class HalfstepPrecision(PlainPrecision):
             return loss  # training_step returned None for every micro-batch
         run.clip_norm = 0.0  # until Lightning's hook says otherwise
         if any(is_overridden(hook, user) for hook in _HOOKS for user in _users(model, hook)):
-            run.unscale()  # somebody else will read or change the gradients
+            run.unscale()  # other code is about to read or change the gradients
         self._after_closure(model, optimizer)
         self.result = update(run)
         return loss
@@ -160,8 +162,8 @@ class HalfstepPrecision(PlainPrecision):
             self.run.clip_norm = float(clip_val)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Inside, functions that a step's own code calls are reached, such as a loss."""
-        return reached(self.run)
+        """Inside, the policy covers functions that a step's own code calls, such as a loss."""
+        return covered_functions(self.run)
 
     @contextmanager
     def val_step_context(self) -> Iterator[None]:  # type: ignore[override]
@@ -199,7 +201,7 @@ class HalfstepPrecision(PlainPrecision):
 
 
 @contextmanager
-def _uncompiled(module: pl.LightningModule) -> Iterator[None]:
+def _without_compile(module: pl.LightningModule) -> Iterator[None]:
     """Inside, a module that `torch.compile` was given is as it was built; after, its steps are compiled again."""
     context = module._compiler_ctx
     if context is not None:

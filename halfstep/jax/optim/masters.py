@@ -17,16 +17,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import UnsupportedOptimizerError
 from halfstep.core.formats import FP32, Format
 from halfstep.core.philox import tensor_id
 from halfstep.core.rounding import Rounding
-from halfstep.jax.apply import Applied, Leaves
-from halfstep.jax.cast import carried, join, quantize, random_bits, split
-from halfstep.jax.dtypes import dtype_of
+from halfstep.jax.convert.apply import Applied, Leaves
+from halfstep.jax.numerics.cast import carried, join, quantize, random_bits, split
+from halfstep.jax.numerics.dtypes import dtype_of
 
 
-def widened(
+def widen_masters(
     held: Mapping[str, Array], remainders: Mapping[str, Array], halves: Collection[str] = ()
 ) -> dict[str, Array]:
     """Returns the fp32 numbers that masters stand for; of those in `halves`, the numbers of the bf16 half."""
@@ -37,19 +37,19 @@ def widened(
 def hold(
     wide: Mapping[str, Array], applied: Applied, *, seed: int = 0, step: Array | None = None
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Returns fp32 numbers as their masters are held, and the remainders of split ones.
+    """Returns masters in their own formats, from their fp32 numbers, and the remainders of split ones.
 
     `step` counts updates, for stochastic rounding; without it all are rounded to nearest.
     """
     pairs = {name: split(x) for name, x in wide.items() if applied.masters[name].split}
     held = {
-        name: pairs[name][0] if name in pairs else _rounded(name, x, applied, seed, step)
+        name: pairs[name][0] if name in pairs else _round_master(name, x, applied, seed, step)
         for name, x in wide.items()
     }
     return held, {name: lo for name, (_, lo) in pairs.items()}
 
 
-def _rounded(name: str, wide: Array, applied: Applied, seed: int, step: Array | None) -> Array:
+def _round_master(name: str, wide: Array, applied: Applied, seed: int, step: Array | None) -> Array:
     param = applied.masters[name]
     if param.format == FP32:
         return wide
@@ -61,17 +61,19 @@ def _rounded(name: str, wide: Array, applied: Applied, seed: int, step: Array | 
     return rounded if applied.policy.emulate else rounded.astype(dtype_of(param.format))
 
 
-def wide_moments(leaves: Leaves, opt_state: Any, applied: Applied) -> Any:
+def widen_moments(leaves: Leaves, opt_state: Any, applied: Applied) -> Any:
     """Returns an optimizer's state with its moments in fp32, as it sees them."""
-    return _converted(leaves, opt_state, applied, lambda x, _: x.astype(jnp.float32))
+    return _convert_moments(leaves, opt_state, applied, lambda x, _: x.astype(jnp.float32))
 
 
-def held_moments(leaves: Leaves, opt_state: Any, applied: Applied) -> Any:
+def narrow_moments(leaves: Leaves, opt_state: Any, applied: Applied) -> Any:
     """Returns an optimizer's state with its moments in the formats of the policy."""
-    return _converted(leaves, opt_state, applied, _narrowed)
+    return _convert_moments(leaves, opt_state, applied, _narrow_moment)
 
 
-def _converted(leaves: Leaves, opt_state: Any, applied: Applied, convert: Callable[[Array, Format], Array]) -> Any:
+def _convert_moments(
+    leaves: Leaves, opt_state: Any, applied: Applied, convert: Callable[[Array, Format], Array]
+) -> Any:
     flat, treedef = jax.tree.flatten(opt_state)
     owners = leaves.moments_of(opt_state)
     return jax.tree.unflatten(
@@ -80,9 +82,9 @@ def _converted(leaves: Leaves, opt_state: Any, applied: Applied, convert: Callab
     )
 
 
-def _narrowed(x: Array, fmt: Format) -> Array:
+def _narrow_moment(x: Array, fmt: Format) -> Array:
     if x.dtype != jnp.float32:
-        raise HalfstepError(
+        raise UnsupportedOptimizerError(
             f"the optimizer itself keeps a moment in {x.dtype}",
             hint="leave the format to the policy: drop mu_dtype and the like, and write `moments=bf16`",
         )

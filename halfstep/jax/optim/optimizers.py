@@ -1,8 +1,8 @@
 """AdamW and Muon (config.groups) as optax transforms, and what a session updates the reference decoder with.
 
-AdamW consists of optax's own pieces. An optimizer here sees fp32 parameters, gradients and moments, and step.py
-stores them as the policy says. Muon's iteration has a format, that of the policy: step.py passes it to transforms
-that take it. None knows of skipped steps: step.py restores its whole state, so the count of a schedule is that of
+AdamW consists of optax's own pieces. An optimizer here sees fp32 parameters, gradients and moments, which
+update/step.py stores as the policy says. Muon's iteration has a format, that of the policy, which the step passes
+to transforms that take it. None knows of skipped steps: the step restores its whole state, so a schedule counts
 applied updates.
 """
 
@@ -17,12 +17,12 @@ from jax import Array, lax
 from halfstep.config.groups import NEWTON_SCHULZ, moments, parameter_groups
 from halfstep.config.model import ModelConfig
 from halfstep.config.run import OptimizerConfig
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import OptimizerParametersError
 from halfstep.core.formats import FP32, TF32, Format, parse
 from halfstep.core.policy import Policy
-from halfstep.jax.apply import names_of
-from halfstep.jax.cast import carried
-from halfstep.jax.dtypes import dtype_of
+from halfstep.jax.numerics.cast import carried
+from halfstep.jax.numerics.dtypes import dtype_of
+from halfstep.jax.pytree import NamedTree
 
 # (updates applied so far, array namespace) -> what the learning rates are multiplied by, on the device
 Schedule = Callable[[Any, Any], Any]
@@ -45,8 +45,8 @@ def adamw(
     """Returns AdamW at one rate for all, or one per name; only matrices named `.weight` decay."""
     return optax.chain(
         optax.scale_by_adam(b1=betas[0], b2=betas[1], eps=eps),
-        optax.add_decayed_weights(weight_decay, mask=decays),
-        _at_rate(rate, schedule),
+        optax.add_decayed_weights(weight_decay, mask=decay_mask),
+        _scale_by_rate(rate, schedule),
     )
 
 
@@ -63,7 +63,7 @@ def muon(
     """Returns Muon with Nesterov momentum, for matrices; those of one shape are updated in one batch.
 
     Its iteration runs in the compute format of the state's policy unless it is given its own; `emulate` is for one
-    outside of `make_step`. A `schedule(applied, jnp)` returns what the rate is multiplied by, after so many
+    outside of `make_step`. A `schedule(applied, jnp)` returns what the rate is multiplied by after `applied`
     updates; a `momentum_schedule` returns the momentum itself. The other parameters need another optimizer:
 
         optax.multi_transform({"muon": muon(0.02), "adamw": optax.adamw(1e-3)}, lambda params: jax.tree.map(
@@ -73,7 +73,7 @@ def muon(
     return optax.chain(
         _orthogonalized_momentum(momentum_schedule or (lambda applied, xp: momentum), own, emulate),
         optax.add_decayed_weights(weight_decay),
-        _at_rate(rate, schedule),
+        _scale_by_rate(rate, schedule),
     )
 
 
@@ -105,7 +105,7 @@ def build_optimizers(
 
 
 def names_in_state(model: ModelConfig, config: OptimizerConfig) -> dict[str, str]:
-    """Returns the moments of `build_optimizers` by their names in the state, with those that a checkpoint has."""
+    """Maps names of moments in the state of `build_optimizers` to their names in a checkpoint."""
     optax_names = {"exp_avg": "mu", "exp_avg_sq": "nu", "momentum": "momentum"}
     named = {}
     for name, (_, parameter, kind) in moments(model, config).items():
@@ -115,15 +115,13 @@ def names_in_state(model: ModelConfig, config: OptimizerConfig) -> dict[str, str
     return named
 
 
-def decays(params: Any) -> Any:
+def decay_mask(params: Any) -> Any:
     """Returns which leaves are matrices that decay."""
-    flat, treedef = jax.tree_util.tree_flatten_with_path(params)
-    names = names_of([path for path, _ in flat])
-    mask = [name.endswith(".weight") and leaf.ndim == 2 for name, (_, leaf) in zip(names, flat, strict=True)]
-    return jax.tree.unflatten(treedef, mask)
+    named = NamedTree(params)
+    return named.rebuilt({n: n.endswith(".weight") and leaf.ndim == 2 for n, leaf in named.values.items()})
 
 
-def orthogonalize(matrices: Array, iteration: Format, steps: int = 5, *, emulate: bool = False) -> Array:
+def orthogonalize(matrices: Array, iteration: Format, *, emulate: bool = False) -> Array:
     """Pushes the singular values of each matrix of a batch to about one, by Newton-Schulz."""
     a, b, c = NEWTON_SCHULZ
     tf32 = iteration == TF32 and not emulate
@@ -140,7 +138,7 @@ def orthogonalize(matrices: Array, iteration: Format, steps: int = 5, *, emulate
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
     x = held(x / (jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True)) + 1e-7))
-    for _ in range(steps):
+    for _ in range(5):
         product = held(matmul(x, x.mT))
         x = held(a * x + matmul(held(b * product + c * held(matmul(product, product))), x))
     return x.mT if tall else x
@@ -150,10 +148,9 @@ def _orthogonalized_momentum(
     momentum_at: Schedule, own: Format | None, emulate: bool
 ) -> optax.GradientTransformationExtraArgs:
     def init(params: Any) -> MuonState:
-        flat = jax.tree_util.tree_leaves_with_path(params)
-        for name, (_, leaf) in zip(names_of([path for path, _ in flat]), flat, strict=True):
+        for name, leaf in NamedTree(params).values.items():
             if leaf.ndim != 2:
-                raise HalfstepError(
+                raise OptimizerParametersError(
                     f"Muon updates matrices; `{name}` has {leaf.ndim} dimensions",
                     hint="give it to AdamW: "
                     'optax.multi_transform({"muon": muon(0.02), "adamw": optax.adamw(1e-3)}, labels)',
@@ -182,16 +179,15 @@ def _orthogonalized_momentum(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _at_rate(rate: float | Mapping[str, float], schedule: Schedule | None) -> optax.GradientTransformation:
+def _scale_by_rate(rate: float | Mapping[str, float], schedule: Schedule | None) -> optax.GradientTransformation:
     if not isinstance(rate, Mapping):
         if schedule is None:
             return optax.scale(-rate)
         return optax.scale_by_schedule(lambda applied: -rate * schedule(applied, jnp))
+
+    def scale_each(updates: Any, _: Any) -> Any:
+        named = NamedTree(updates)
+        return named.rebuilt({name: -rate[name] * update for name, update in named.values.items()})
+
     scheduled = optax.identity() if schedule is None else optax.scale_by_schedule(lambda n: schedule(n, jnp))
-    return optax.chain(scheduled, optax.stateless(lambda updates, _: _scaled(updates, rate)))
-
-
-def _scaled(updates: Any, rates: Mapping[str, float]) -> Any:
-    flat, treedef = jax.tree_util.tree_flatten_with_path(updates)
-    names = names_of([path for path, _ in flat])
-    return jax.tree.unflatten(treedef, [-rates[n] * u for n, (_, u) in zip(names, flat, strict=True)])
+    return optax.chain(scheduled, optax.stateless(scale_each))

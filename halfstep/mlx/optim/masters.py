@@ -21,13 +21,15 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from halfstep.core.errors import HalfstepError
+from halfstep.core.averages import check_decay, move_averages
+from halfstep.core.errors import SplitMasterError
 from halfstep.core.philox import tensor_id
-from halfstep.mlx.apply import Applied, Place, hold
-from halfstep.mlx.cast import join, quantize, random_bits
-from halfstep.mlx.dtypes import dtype_of
+from halfstep.mlx.convert.apply import Applied, hold
+from halfstep.mlx.convert.places import Place
 from halfstep.mlx.layers import Matmul
-from halfstep.mlx.matmul import with_gradient
+from halfstep.mlx.numerics.cast import join, quantize, random_bits
+from halfstep.mlx.numerics.dtypes import dtype_of
+from halfstep.mlx.numerics.matmul import with_gradient
 
 # A whole master from its halves: the gradient of the whole, in fp32, is that of the upper half.
 _join = with_gradient(join, lambda halves, g, _: (g, mx.zeros_like(halves[1])))
@@ -49,13 +51,13 @@ class Masters:
         return {name: self._wide(name, place) for name, place in self.places.items()}
 
     def part(self, name: str, size: int) -> mx.array:
-        """Returns the first elements of one, in fp32."""
+        """Returns the first elements of a master, in fp32."""
         held = self.places[name].array.reshape(-1)[:size]
         if name in self.remainders:
             return join(held, self.remainders[name].reshape(-1)[:size])
         return held.astype(mx.float32)
 
-    def joined(self, tree: Any) -> Any:
+    def join_halves(self, tree: Any) -> Any:
         """Returns arrays of the model, halves as split masters in fp32, differentiable like the halves."""
         halves = {id(self.places[name].array): name for name in self.remainders}
 
@@ -70,17 +72,17 @@ class Masters:
         self._halves = {name: self.places[name].array for name in self.remainders}
 
     def check_writes(self) -> None:
-        """Refuses a half that somebody else put into the model: its remainder belongs to the old one."""
+        """Refuses a half that other code put into the model: its remainder belongs to the old one."""
         for name, half in self._halves.items():
             if self.places[name].array is not half:
-                raise HalfstepError(
+                raise SplitMasterError(
                     f"`{name}` was written by hand, and it is the bf16 half of a split master: what bf16 leaves "
                     "out would be that of the old numbers",
                     hint=f"model.load_weights([('{name}', array)], strict=False) writes a master exactly, and "
                     "model.parameters() reads it; or prepare with `param=fp32`",
                 )
 
-    def used(self) -> dict[str, mx.array]:
+    def forward_arrays(self) -> dict[str, mx.array]:
         """Returns what the forward pass uses."""
         used = {}
         for name, place in self.places.items():
@@ -90,15 +92,15 @@ class Masters:
         return used
 
     @contextmanager
-    def in_use(self) -> Iterator[None]:
+    def swap_in(self) -> Iterator[None]:
         """Puts what the forward pass uses into the model, and restores what was there."""
         before, halves = {name: place.array for name, place in self.places.items()}, self._halves
-        self.put(self.used())
+        self.put(self.forward_arrays())
         try:
             yield
         finally:
             self.put(before)
-            self._halves = halves  # one that was written by hand is not ours now
+            self._halves = halves  # so that one that was written by hand is still refused
 
     def put(self, arrays: Mapping[str, mx.array]) -> None:
         """Puts arrays into the model unchanged."""
@@ -136,3 +138,29 @@ class Masters:
         bits = random_bits(wide.shape, seed=self.seed, step=count, tensor=tensor_id(name))
         rounded = quantize(wide, param.format, overflow="inf", rounding="stochastic", bits=bits)
         return rounded if self.policy.emulate else rounded.astype(dtype_of(param.format)), None
+
+
+class Averages:
+    """Exponential moving averages of the masters, in fp32: the rule of core.averages."""
+
+    def __init__(self, masters: Masters, decay: float):
+        check_decay(decay)
+        self.masters, self.decay = masters, decay
+        self.arrays = masters.wide()  # compiled code keeps this dict
+
+    def update(self, applied: mx.array) -> None:
+        """Moves the averages towards the masters if `applied`, and not if the update was skipped."""
+        share = mx.where(applied, 1.0 - self.decay, 0.0)
+        self.arrays.update(move_averages(self.arrays, self.masters.wide(), share))
+
+    @contextmanager
+    def swap_in(self) -> Iterator[None]:
+        """Inside, the parameters are the averages, held as masters are; after, the masters are back, exactly."""
+        masters = self.masters
+        before, remainders = {n: place.array for n, place in masters.places.items()}, dict(masters.remainders)
+        masters.set(self.arrays)
+        try:
+            yield
+        finally:
+            masters.remainders.update(remainders)
+            masters.put(before)

@@ -5,8 +5,8 @@ fp32, where the difference cancels: for b = 0.999 and t = 1 it is off by 1.3e-5.
 own Muon takes matrices one by one, in the format of the gradient, and its decay passes through the
 orthogonalization.
 
-Both take fp32 gradients and fp32 parameters and return new ones; step.py does masters, moments in other formats
-and skipped steps around any optimizer.
+Both take fp32 gradients and fp32 parameters and return new ones; update/step.py does masters, moments in other
+formats and skipped steps around any optimizer.
 """
 
 import math
@@ -18,10 +18,10 @@ import mlx.optimizers
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from halfstep.config.groups import NEWTON_SCHULZ
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import OptimizerParametersError
 from halfstep.core.formats import FP32, Format, parse
-from halfstep.mlx.cast import carried
-from halfstep.mlx.dtypes import dtype_of
+from halfstep.mlx.numerics.cast import carried
+from halfstep.mlx.numerics.dtypes import dtype_of
 
 Optimizer = mlx.optimizers.Optimizer
 # A rate, or an MLX schedule: a function of the optimizer's own count of steps.
@@ -88,7 +88,7 @@ class Muon(Optimizer):
     def init_single(self, parameter: mx.array, state: dict[str, Any]) -> None:
         """Initializes the state of a matrix."""
         if parameter.ndim != 2:
-            raise HalfstepError(
+            raise OptimizerParametersError(
                 f"Muon updates matrices, but one parameter has the shape {parameter.shape}",
                 hint="give the others to AdamW: mlx.optimizers.MultiOptimizer([Muon(...), AdamW(...)], [filter])",
             )
@@ -126,16 +126,16 @@ def orthogonalize(matrices: mx.array, iteration: Format, steps: int = 5, *, emul
     """Pushes the singular values of each matrix of a batch to about one, by Newton-Schulz."""
     a, b, c = NEWTON_SCHULZ
 
-    def held(x: mx.array) -> mx.array:
+    def cast(x: mx.array) -> mx.array:
         return carried(x, iteration) if emulate else x.astype(dtype_of(iteration))
 
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = mx.swapaxes(matrices, -1, -2) if tall else matrices
-    x = held(x / (mx.linalg.norm(x, axis=[-2, -1], keepdims=True) + 1e-7))
+    x = cast(x / (mx.linalg.norm(x, axis=[-2, -1], keepdims=True) + 1e-7))
     for _ in range(steps):
         # A copy of X^T: MLX's fp32 matmul on a CPU is 1.6 times slower on a transposed second operand.
-        product = held(x @ mx.contiguous(mx.swapaxes(x, -1, -2)))
-        x = held(a * x + held(b * product + c * held(product @ product)) @ x)
+        product = cast(x @ mx.contiguous(mx.swapaxes(x, -1, -2)))
+        x = cast(a * x + cast(b * product + c * cast(product @ product)) @ x)
     return mx.swapaxes(x, -1, -2) if tall else x
 
 

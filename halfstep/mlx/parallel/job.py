@@ -10,12 +10,12 @@ import sys
 
 import mlx.core as mx
 
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import RankError
 from halfstep.mlx.measure import devices
-from halfstep.mlx.parallel.ranks import TIMEOUT, Ranks, launched
+from halfstep.mlx.parallel.ranks import TIMEOUT, Ranks, is_launched
 
 CONNECTED = TIMEOUT  # seconds until all processes have started
-_joined: list[Ranks] = []  # the processes that sessions of this one train with
+_ranks_of_job: list[Ranks] = []  # the processes that sessions of this one train with
 
 
 class Host:
@@ -30,10 +30,10 @@ class Host:
     def connect(self, device: str | None, timeout: float) -> str:
         """Makes sessions train with the other processes; returns the device of this one."""
         self._ranks.timeout = timeout
-        _joined.append(self._ranks)
+        _ranks_of_job.append(self._ranks)
         return device or devices()[0]
 
-    def tell(self, text: str | None) -> str:
+    def broadcast(self, text: str | None) -> str:
         """Returns what rank 0 passes."""
         return str(self._ranks.exchange("what rank 0 decides", text)[0])
 
@@ -64,17 +64,17 @@ class Host:
 
     def close(self) -> None:
         """Makes sessions train alone."""
-        _joined.clear()
+        _ranks_of_job.clear()
 
 
 def open_host() -> Host | None:
     """Returns the host of this process; None if nobody has started others."""
-    return Host() if launched() else None
+    return Host() if is_launched() else None
 
 
-def joined() -> Ranks | None:
+def ranks_of_job() -> Ranks | None:
     """Returns the processes that sessions train with; None if this one is alone."""
-    return _joined[-1] if _joined else None
+    return _ranks_of_job[-1] if _ranks_of_job else None
 
 
 def _wait_for_all_ranks() -> mx.distributed.Group:
@@ -83,7 +83,7 @@ def _wait_for_all_ranks() -> mx.distributed.Group:
     try:
         return mx.distributed.init(strict=True)
     except RuntimeError as error:
-        raise HalfstepError(
+        raise RankError(
             f"rank {os.environ['MLX_RANK']} of mlx.launch cannot reach the others: {error}",
             hint="the addresses in its hostfile must be reachable, and their ports free (--starting-port)",
         ) from None

@@ -21,7 +21,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import ArgumentError, ParallelError, RankError
+from halfstep.mlx.convert.places import arrays
 
 TIMEOUT = 600.0  # seconds
 BUCKET = 2**23  # numbers that are summed together
@@ -34,7 +35,7 @@ class Ranks:
     def __init__(self, group: mx.distributed.Group, timeout: float = TIMEOUT):
         self.group, self.timeout = group, timeout
         self.rank, self.size = group.rank(), group.size()
-        self.doing = ""  # what the process is at, if somebody says so
+        self.doing = ""  # what the process is doing, for messages; empty if it was not set
 
     def exchange(self, what: str, given: Any) -> list[Any]:
         """Returns what each rank gave, by rank: anything that JSON can hold."""
@@ -49,7 +50,7 @@ class Ranks:
         said = [json.loads(each) for each in texts]
         for rank, (theirs, _) in enumerate(said):
             if theirs != what:
-                raise HalfstepError(
+                raise RankError(
                     f"rank {self.rank} is at {what}, and rank {rank} at {theirs}",
                     hint="every process must make the same calls of its run, in the same order",
                 )
@@ -60,7 +61,7 @@ class Ranks:
         for rank, theirs in enumerate(self.exchange(what, given)):
             for name, value in json.loads(json.dumps(given)).items():
                 if theirs[name] != value:
-                    raise HalfstepError(
+                    raise RankError(
                         f"processes differ in {name}: {value} on rank {self.rank}, "
                         f"and {theirs[name]} on rank {rank}",
                         hint="start every process with the same settings, code and weights",
@@ -105,7 +106,7 @@ class Ranks:
         try:
             mx.eval(array)
         except RuntimeError as error:
-            raise HalfstepError(
+            raise RankError(
                 f"the connection of rank {self.rank} to the others broke at `{self.doing or what}`: {error}",
                 hint="one of them ended: what it printed says why. Start all of them again, from a saved state",
             ) from None
@@ -125,7 +126,7 @@ class Ranks:
         os._exit(1)  # the main thread is inside MLX, which cannot be interrupted
 
 
-def launched() -> bool:
+def is_launched() -> bool:
     """Whether mlx.launch has started this process and others; for one it writes an empty hostfile."""
     hosts = os.environ.get("MLX_HOSTFILE")
     return "MLX_RANK" in os.environ and (hosts is None or bool(Path(hosts).read_text().strip()))
@@ -134,19 +135,33 @@ def launched() -> bool:
 def ranks_of(group: Any, timeout: float) -> Ranks | None:
     """Returns the processes to train with; None if there is one. `group` is from mx.distributed.init()."""
     if not isinstance(timeout, int | float) or not 0 < timeout <= threading.TIMEOUT_MAX:
-        raise HalfstepError(f"timeout={timeout!r}: it is a number of seconds, above 0", hint="such as 600")
+        raise ArgumentError(f"timeout={timeout!r}: it is a number of seconds, above 0", hint="such as 600")
     if group is None:
-        if launched():
-            raise HalfstepError(
+        if is_launched():
+            raise ParallelError(
                 f"this is rank {os.environ['MLX_RANK']} of mlx.launch, and it would train alone",
                 hint="pass group=mx.distributed.init(); or start one process, without mlx.launch",
             )
         return None
     if not isinstance(group, mx.distributed.Group):
-        raise HalfstepError(
+        raise ArgumentError(
             f"the group is a `{type(group).__name__}`", hint="pass group=mx.distributed.init(backend='ring')"
         )
     return Ranks(group, timeout) if group.size() > 1 else None
+
+
+def start_as_rank_0(run: Any, ranks: Ranks) -> None:
+    """Takes the arrays of rank 0, and refuses processes that would not train as it does."""
+    rates = [float(o.state["learning_rate"]) for o in run.optimizers if "learning_rate" in o.state]
+    settings = {"policy": str(run.policy), "clip_norm": float(run.clip_norm), "seed": int(run.masters.seed)}
+    trained = list(run.conversion.places)
+    ranks.agree("the start", **settings, learning_rate=rates, trained_arrays=trained)
+    places = arrays(run.model)
+    first = ranks.from_rank_0("the first weights", {name: place.array for name, place in places.items()})
+    for name, place in places.items():
+        place.put(first[name])
+    run.masters.remainders |= ranks.from_rank_0("the first weights", run.masters.remainders)
+    run.masters.note_writes()
 
 
 def _buckets(arrays: Mapping[str, mx.array]) -> Iterator[list[str]]:

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from halfstep.core.audit.record import CheckpointFacts, Record
-from halfstep.core.errors import ConfigError, HalfstepError
+from halfstep.core.errors import HalfstepError, TargetError
 from halfstep.tools.audit.runs import FORMATS
 from halfstep.training.weights.safetensors import INDEX, SINGLE, open_file, open_folder
 
@@ -27,7 +27,7 @@ def of_folder(folder: Path) -> Record:
     if not inside and holds_checkpoint(folder):  # beside checkpoints, it is the finished model
         inside = [(0, folder)]
     if not inside:
-        raise ConfigError(
+        raise TargetError(
             f"`{folder}` holds no run and no checkpoint that halfstep knows",
             hint="name a run folder, or a folder with model.safetensors or an optimizer's state",
         )
@@ -108,7 +108,7 @@ def _read(file: Path, facts: CheckpointFacts, record: Record, shapes: dict[str, 
             facts.weights[name] = _format(tensor.dtype)
         return
     try:
-        from halfstep.torch.collect.files import read_into
+        from halfstep.torch.instruments.collect.weights import read_into
     except ImportError:
         record.unseen.append(f"`{file}` is read by torch, which is not installed")
         return

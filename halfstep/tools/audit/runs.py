@@ -8,14 +8,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from halfstep.config.groups import parameter_groups
 from halfstep.config.load import load
+from halfstep.config.model import module_names, owner, parameter_shapes
 from halfstep.config.run import RunConfig
 from halfstep.config.schema import build
 from halfstep.core.audit.finding import Finding
-from halfstep.core.audit.record import CheckpointFacts, Operation, OperationKind, Record
+from halfstep.core.audit.kinds import weight_kind
+from halfstep.core.audit.record import Buffer, CheckpointFacts, Operation, OperationKind, Record, Weight
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy, read
-from halfstep.tools.audit.policies import fill
+from halfstep.core.roles import Operand, Param
+from halfstep.core.rules import Resolved
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.tensors import CheckpointError, DamagedCheckpointError
 from halfstep.training.paths import CHECKPOINTS, CONFIG, EVENTS
@@ -187,3 +191,52 @@ def _finding(event: Mapping[str, Any]) -> Finding | None:
 
 def _finite(loss: Any) -> float | None:
     return float(loss) if isinstance(loss, int | float) and loss == loss and abs(loss) != float("inf") else None
+
+
+# What a policy makes of one of our models; nothing has to run for it.
+
+
+def fill(record: Record, policy: Policy, config: RunConfig) -> Record:
+    """Adds the weights, buffers and operations of a run under a policy."""
+    names = [*dict.fromkeys([*module_names(config.model), *map(owner, parameter_shapes(config.model))])]
+    resolved = policy.resolve(names)
+    groups = parameter_groups(config.model, config.optimizer)
+    optimizer = {name: "Muon" if group.muon else "AdamW" for group in groups for name in group.names}
+    record.policy = str(policy)
+    record.weights = [
+        _weight(name, shape, resolved[owner(name)], optimizer[name])
+        for name, shape in parameter_shapes(config.model).items()
+    ]
+    record.operations = _operations(policy, resolved)
+    if config.model.positions == "rotary":
+        record.buffers = [Buffer("rope", str(policy.rope), "rope")]
+    return record
+
+
+def _weight(name: str, shape: tuple[int, ...], at: Resolved, optimizer: str) -> Weight:
+    param, compute = at.values["param"], at.values["compute"]
+    assert isinstance(param, Param)
+    assert isinstance(compute, Operand)
+    kind = weight_kind(name, shape)
+    return Weight(
+        name=name,
+        format=str(compute.format),
+        shape=list(shape),
+        kind=kind,
+        optimizer=optimizer,
+        master=str(param.format),
+        moments={"moments": str(at.values["moments"])},
+        stochastic=param.stochastic,
+        grad_format=str(at.values["grad_weight"]),
+    )
+
+
+def _operations(policy: Policy, resolved: dict[str, Resolved]) -> list[Operation]:
+    found = []
+    for name, at in resolved.items():
+        outside = str(at.values["compute"].format)  # type: ignore[union-attr]
+        for kind, ending in (("norm", "norm"), ("softmax", ".attn")):
+            if name.endswith(ending):
+                inside = str(at.values[kind])
+                found.append(Operation(name, kind, [outside], [outside], inside))  # type: ignore[arg-type]
+    return [*found, Operation("", "loss", [str(policy.compute.format)], [str(policy.loss)], str(policy.loss))]

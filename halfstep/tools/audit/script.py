@@ -1,7 +1,8 @@
 """Runs someone's training script and watches it: `halfstep audit -- python train.py ARGS`.
 
 The command runs as it is, in this terminal. A folder on PYTHONPATH holds a `sitecustomize` that Python runs in
-each process, behind whatever launcher; each that trains on torch writes one record (halfstep.torch.collect).
+each process, behind whatever launcher; each that trains on torch writes one record
+(halfstep.torch.instruments.collect).
 """
 
 import json
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.core.audit.record import Record
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import OptionError, TargetError
 from halfstep.tools.audit.inject.sitecustomize import FOLDER, PACKAGE, STEPS
 
 INJECTED = Path(__file__).parent / "inject"
@@ -38,9 +39,9 @@ def run(command: Sequence[str], steps: int = 20, stdout: int | None = None) -> O
     What it prints goes to the descriptor `stdout`, by default to ours.
     """
     if not command:
-        raise HalfstepError("there is no command to audit", hint="halfstep audit -- python train.py")
+        raise TargetError("there is no command to audit", hint="halfstep audit -- python train.py")
     if steps < 1:
-        raise HalfstepError(f"an audit needs at least one update, not {steps}", hint="leave out --steps for 20")
+        raise OptionError(f"an audit needs at least one update, not {steps}", hint="leave out --steps for 20")
     with tempfile.TemporaryDirectory(prefix="halfstep-audit-") as folder:
         exit_code = _run(command, _environment(folder, steps), stdout)
         seen = [json.loads(path.read_text("utf-8")) for path in sorted(Path(folder).glob("record-*.json"))]
@@ -69,7 +70,7 @@ def _run(command: Sequence[str], environment: dict[str, str], stdout: int | None
         process = subprocess.Popen(command, env=environment, stdout=stdout)
     except OSError as error:
         hint = f"python {command[0]}" if command[0].endswith(".py") else "write it as you would in a shell"
-        raise HalfstepError(f"`{command[0]}` cannot be run: {error.strerror}", hint=hint) from None
+        raise TargetError(f"`{command[0]}` cannot be run: {error.strerror}", hint=hint) from None
     with process:
         try:
             return process.wait()

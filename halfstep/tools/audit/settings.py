@@ -17,9 +17,8 @@ from halfstep.config.reading import MOST_SETTINGS, read_bytes
 from halfstep.config.schema import build
 from halfstep.core.audit.engine import Suppression
 from halfstep.core.audit.finding import Finding
-from halfstep.core.audit.narrow import is_narrow
-from halfstep.core.audit.record import Record
-from halfstep.core.errors import ConfigError, PolicyError
+from halfstep.core.audit.record import Record, is_narrow
+from halfstep.core.errors import ConfigError, ConfigFileError, OptionError, PolicyError
 from halfstep.core.policy import Policy
 from halfstep.core.roles import Value
 from halfstep.core.rules import Rule
@@ -50,14 +49,16 @@ def read_accepted(file: Path | None) -> list[Suppression]:
         text = read_bytes(file, MOST_SETTINGS).decode("utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"`{file}` cannot be read: {reason}", hint="name a TOML file with --accept") from None
+        raise ConfigFileError(
+            f"`{file}` cannot be read: {reason}", hint="name a TOML file with --accept"
+        ) from None
     try:
         entries = build(_File, parse_toml(text, str(file))).accept
         for each in entries:
             if not each.reason.strip():
-                raise ConfigError(f"the entry for {each.rule} gives no reason", hint="say why it is accepted")
+                raise ConfigFileError(f"the entry for {each.rule} gives no reason", hint="say why it is accepted")
     except ConfigError as error:
-        raise ConfigError(f"{file}: {error.message}", hint=error.hint) from None
+        raise ConfigFileError(f"{file}: {error.message}", hint=error.hint) from None
     return [Suppression(each.rule.upper(), each.reason, each.names) for each in entries]
 
 
@@ -95,7 +96,7 @@ def write_policy(file: Path, policy: Policy) -> None:
     import tomli_w
 
     text = f"# {policy}\n{tomli_w.dumps({'policy': policy.to_table()})}"
-    with os_errors(ConfigError, f"`{file}` cannot be written", "name another file with --fix-policy"):
+    with os_errors(OptionError, f"`{file}` cannot be written", "name another file with --fix-policy"):
         write_whole(file, text.encode())
 
 

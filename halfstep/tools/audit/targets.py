@@ -1,18 +1,30 @@
 """What `halfstep audit TARGET` may be, and what is recorded of each.
 
 a run folder                    settings, events, manifests of checkpoints
-a checkpoint, ours or others'    formats of weights, moments, masters; what is missing
+a checkpoint, ours or another's formats of weights, moments, masters; what is missing
 a recipe                        what its policy makes of its model
 module:factory                  a model and its optimizer, stepped a few times if there are a loss and a batch
+
+    def factory():
+        return model, optimizer                          formats, masters and moments
+        return model, optimizer, loss_fn, batch          and some steps, watched: loss = loss_fn(batch)
+
+`optimizer` may be a list. On MLX it returns model, optimizer, loss_fn, batch, with loss = loss_fn(model, batch);
+on JAX loss_fn, params, batch, optimizer, as `halfstep.jax.audit` takes them.
 """
 
+import importlib
+import os
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from halfstep.config.load import recipe_names
 from halfstep.core.audit.finding import Finding
 from halfstep.core.audit.record import Record
-from halfstep.core.errors import ConfigError, did_you_mean
+from halfstep.core.errors import ConfigError, FactoryError, HalfstepError, TargetError, did_you_mean
 from halfstep.tools.audit import checkpoints, runs
 from halfstep.training.checkpoints.checkpoint import is_checkpoint, step_folders
 from halfstep.training.run.folder import holds_run
@@ -41,15 +53,13 @@ def collect(target: str, steps: int = 20) -> Collected:
     if path.suffix in (".safetensors", *checkpoints.PICKLES) and path.exists():
         return Collected([checkpoints.of_file(path)])
     if path.suffix == ".py":
-        raise ConfigError(
+        raise TargetError(
             f"`{target}` is a script: it must run to be audited", hint=f"halfstep audit -- python {target}"
         )
     module, colon, factory = target.partition(":")
     if colon and all(part.isidentifier() for part in (*module.split("."), *factory.split("."))):
-        from halfstep.tools.audit.factory import of_factory
-
         return Collected([of_factory(module, factory, steps)])
-    raise ConfigError(
+    raise TargetError(
         f"`{target}` is neither a folder, a recipe nor module:factory",
         hint=did_you_mean(
             target, recipe_names(), f"recipes are {', '.join(recipe_names())}; a script follows `--`"
@@ -66,3 +76,100 @@ def _folder(path: Path) -> Collected:
     if inside := step_folders(path):
         return Collected([Record("checkpoint", checkpoints=[*map(runs.facts_of, inside)])])
     return Collected([checkpoints.of_folder(path)])
+
+
+# Factories
+
+COLLECTORS = {
+    "torch": "halfstep.torch.instruments.collect.watch",
+    "jax": "halfstep.jax.instruments.collect.record",
+    "mlx": "halfstep.mlx.instruments.collect.audit",
+}
+RETURNS = "a factory takes no arguments and returns model, optimizer or model, optimizer, loss_fn, batch"
+
+
+def of_factory(module: str, name: str, steps: int) -> Record:
+    """Returns the record of what a factory makes."""
+    made = call(find(module, name), f"{module}:{name}")
+    if not isinstance(made, tuple) or len(made) not in (2, 4):
+        raise FactoryError(f"`{module}:{name}` returned {_described(made)}", hint=RETURNS)
+    framework = _framework(made)
+    if framework is None:
+        raise FactoryError(
+            f"`{module}:{name}` returned {_described(made)}, and none is a model of torch, JAX or MLX"
+        )
+    if framework != "torch" and len(made) != 4:
+        raise FactoryError(
+            f"`{module}:{name}` returned {_described(made)}; on {framework} a loss and a batch are needed",
+            hint=RETURNS,
+        )
+    try:
+        record: Record = importlib.import_module(COLLECTORS[framework]).record_of(*made, steps=steps)
+    except HalfstepError:
+        raise
+    except Exception as error:  # of the user's loss function
+        raise _raised(f"a step of `{module}:{name}`", error) from error
+    return record
+
+
+def find(module: str, name: str) -> Callable[[], Any]:
+    """Returns a function of the user's; the module is looked for in the current folder, as `python` does."""
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
+            raise FactoryError(
+                f"there is no module `{module}`", hint="it is looked for in the current folder, as `python` does"
+            ) from None
+        raise _raised(f"importing `{module}`", error) from error
+    except Exception as error:
+        raise _raised(f"importing `{module}`", error) from error
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise FactoryError(f"`{module}` has no function `{name}`", hint=RETURNS)
+    return found  # type: ignore[no-any-return]
+
+
+def call(factory: Callable[[], Any], where: str) -> Any:
+    """Returns what a factory makes; an error of its code names the line."""
+    try:
+        return factory()
+    except Exception as error:
+        raise _raised(f"`{where}`", error) from error
+
+
+def _raised(what: str, error: Exception) -> ConfigError:
+    """Returns the error of code of the user's, with the last line of it that was run."""
+    frames, trace = [], error.__traceback__
+    while trace is not None:
+        frames.append(f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}")
+        trace = trace.tb_next
+    own = [place for place in frames if f"{os.sep}halfstep{os.sep}" not in place and "importlib" not in place]
+    at = f" (at {own[-1]})" if own else ""
+    return FactoryError(f"{what} raised {type(error).__name__}: {error}{at}", hint=RETURNS)
+
+
+def _framework(made: tuple[Any, ...]) -> str | None:
+    """Returns which framework's objects were made, by the modules that their classes come from."""
+    for each in made:
+        for kind in type(each).__mro__:
+            name = kind.__module__.partition(".")[0]
+            if name in ("torch", "mlx"):
+                return name
+    leaves = [leaf for each in made for leaf in _leaves(each)]
+    return "jax" if any(type(leaf).__module__.startswith("jax") for leaf in leaves) else None
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [leaf for each in value.values() for leaf in _leaves(each)]
+    return [leaf for each in value for leaf in _leaves(each)] if isinstance(value, list | tuple) else [value]
+
+
+def _described(made: Any) -> str:
+    if isinstance(made, tuple):
+        return "(" + ", ".join(type(each).__name__ for each in made) + ")"
+    return f"a {type(made).__name__}"

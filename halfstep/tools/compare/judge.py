@@ -20,15 +20,15 @@ import numpy as np
 from halfstep.config.schema import flatten
 from halfstep.core.compare import (
     FEWEST_FOR_BAND,
-    CompareError,
-    Parting,
+    Divergence,
     Series,
     Verdict,
     band,
-    first_parting,
+    first_divergence,
     seed_spread,
     verdict,
 )
+from halfstep.core.compare.gaps import IncomparableError
 from halfstep.tools.compare.curves import HELD_OUT, LOSS, PARTING, Curve, common_steps, stacked
 
 LAST = 0.1  # of the steps: their mean training loss is compared if no loss is held out
@@ -66,7 +66,7 @@ class Comparison:
     measure: str  # which loss it is about
     seeds: tuple[int, ...]  # of the pairs; empty if they were paired in the order given
     spread: float | None  # of the reference over seeds
-    parting: Parting | None
+    parting: Divergence | None
     parting_unknown: str  # why there is no band
     first_difference: int | None  # the first step at which a training loss differs at all
     settings: tuple[tuple[str, Any, Any], ...]  # those that differ
@@ -93,7 +93,7 @@ def judge(
     a, b, seeds = _pairs(a, b, notes)
     data, model, batches = (_same(a, b, about) for about in (_data, _model, _batches))
     if data is False and model is False:
-        raise CompareError(
+        raise IncomparableError(
             f"{names[0]} and {names[1]} differ in both data and model: nothing of them can be compared",
             hint="compare runs of the same data (then their losses) or of the same model (then speed and memory)",
         )
@@ -173,7 +173,7 @@ def _losses(a: Sequence[Curve], b: Sequence[Curve]) -> tuple[tuple[list[float], 
         word = f"mean training loss of steps {window[0]:,} to {window[-1]:,}"
         found = [[_mean(curve, window) for curve in curves] for curves in (a, b)]
     else:
-        raise CompareError("the runs have no step in common", hint="compare runs that log the same steps")
+        raise IncomparableError("the runs have no step in common", hint="compare runs that log the same steps")
     return (found[0], found[1]), word
 
 
@@ -192,7 +192,7 @@ def _mean(curve: Curve, window: Any) -> float:
 
 def _decide(names: tuple[str, str], a: list[float], b: list[float], delta: float | None) -> Verdict:
     if not all(map(math.isfinite, b)):
-        raise CompareError(
+        raise IncomparableError(
             f"a run of the reference, {names[1]}, diverged: nothing can be compared with it",
             hint="name the runs that train second, or a lower optimizer.rate for both with --set",
         )
@@ -213,7 +213,7 @@ def _curves(a: Sequence[Curve], b: Sequence[Curve]) -> tuple[dict[str, Series], 
 
 def _part(
     drawn: tuple[dict[str, Series], dict[str, Series]] | None,
-) -> tuple[Parting | None, str, dict[str, Any] | None]:
+) -> tuple[Divergence | None, str, dict[str, Any] | None]:
     if drawn is None:
         return None, "", None
     a, b = drawn
@@ -222,7 +222,7 @@ def _part(
     if pairs < FEWEST_FOR_BAND:
         return None, f"a band needs {FEWEST_FOR_BAND} pairs or more, and there are {pairs}", None
     a, b = ({name: series[name] for name in finite} for series in drawn)
-    return first_parting(a, b), "", band(b, pairs)
+    return first_divergence(a, b), "", band(b, pairs)
 
 
 def _first_difference(drawn: tuple[dict[str, Series], dict[str, Series]]) -> int | None:

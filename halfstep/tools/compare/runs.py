@@ -1,7 +1,7 @@
 """Short runs to compare: the same weights, data and order of the data for every way to train, several seeds.
 
-Every run has a folder of its own, OUT/WAY/seed-N, so what was interrupted continues where it was, and what is
-there is not trained again. Runs of one process train in this one; several ranks are started by torchrun.
+Every run has a folder of its own, OUT/WAY/seed-N, so an interrupted run continues where it was, and a finished
+one is not trained again. Single-process runs train in this process; several ranks are started by torchrun.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from halfstep.training.paths import EVENTS
 from halfstep.training.run import folder
 from halfstep.training.run.health import DivergedError
 from halfstep.training.run.resume import open_run
-from halfstep.training.telemetry.progress import StepProgress, lossy
+from halfstep.training.telemetry.progress import StepProgress, drop_refusals
 
 # Called with steps done, steps in all, and what is being trained.
 OnProgress = Callable[[int, int, str], None]
@@ -38,7 +38,7 @@ RECORDS = 20  # of each layer, over a run
 
 
 class StoppedError(CompareError):
-    """Somebody asked to stop before all runs were trained."""
+    """The user stopped before all runs were trained."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def paired(
 
 
 def shortened(config: RunConfig, steps: int) -> RunConfig:
-    """Returns the settings of a run of so many steps that is trained to be compared."""
+    """Returns the settings of a run of `steps` steps that is trained for a comparison."""
     training = dataclasses.replace(
         config.training, steps=steps, validate_every=steps, keep_last=1, loggers=(), measure_ceiling=False
     )
@@ -109,10 +109,10 @@ def train_ways(
             report(0)
             config = dataclasses.replace(way.config, seed=seed)
             place = out / folder_name(way) / f"seed-{seed}"
-            if way.ranks > 1:
-                curves[way.name][seed] = _train_ranks(config, way.ranks, place, device)
-            else:
-                curves[way.name][seed] = _train(config, place, corpora, device, (report, warn))
+            curve = read_finished(place)
+            if curve is None and way.ranks > 1:
+                curve = _train_ranks(config, way.ranks, place, device)
+            curves[way.name][seed] = curve or _train(config, place, corpora, device, (report, warn))
             done += config.training.steps
     on_progress(total, total, "")
     return curves
@@ -127,10 +127,7 @@ def folder_name(way: Way) -> str:
 
 def _train(config: RunConfig, out: Path, corpora: dict[str, Corpus], device: str | None, hooks: Hooks) -> Curve:
     """Trains one run, or the rest of it; what diverged is a result and not an error."""
-    if (out / EVENTS).exists() and ((known := read_finished(out)) is not None):
-        return known
-    resumed = folder.has_config(out)
-    opened = open_run(out) if resumed else None
+    opened = open_run(out) if folder.has_config(out) else None
     if opened is not None:
         config = opened.config
     data = config.data
@@ -165,8 +162,6 @@ def _train(config: RunConfig, out: Path, corpora: dict[str, Corpus], device: str
 
 def _train_ranks(config: RunConfig, ranks: int, out: Path, device: str | None) -> Curve:
     """Trains one run, or the rest of it, by processes that torchrun starts; their log is beside its folder."""
-    if (out / EVENTS).exists() and ((known := read_finished(out)) is not None):
-        return known
     out.parent.mkdir(parents=True, exist_ok=True)
     recipe, log = (out.with_name(f"{out.name}{ending}") for ending in (".toml", ".log"))
     recipe.write_text(to_toml(config), encoding="utf-8")
@@ -174,8 +169,8 @@ def _train_ranks(config: RunConfig, ranks: int, out: Path, device: str | None) -
     words = ["train", str(recipe), "--out", str(out), "--resume", *(["--device", device] if device else [])]
     with log.open("ab") as file:
         code = subprocess.run([sys.executable, *launch, *words], stdout=file, stderr=file, check=False).returncode
-    if (out / EVENTS).exists() and ((known := read_finished(out)) is not None):
-        return known
+    if (curve := read_finished(out)) is not None:
+        return curve
     raise CompareError(
         f"{ranks} ranks did not finish `{out}` (exit code {code})",
         hint=f"`{log}` says why; the same command continues",
@@ -184,7 +179,7 @@ def _train_ranks(config: RunConfig, ranks: int, out: Path, device: str | None) -
 
 def read_finished(out: Path) -> Curve | None:
     """Returns a run that has finished or diverged; None if there is something left to train."""
-    if not (folder.has_ended(out) or _has_failed(out)):
+    if not (out / EVENTS).exists() or not (folder.read_record(out).has_ended or _has_failed(out)):
         return None
     return _without_memory(read_run(out))
 
@@ -196,7 +191,7 @@ def _has_failed(out: Path) -> bool:
 
 
 def _without_memory(curve: Curve) -> Curve:
-    """On a CPU the peak is that of the process, which has trained other runs too."""
+    """Drops the peak memory on a CPU: it is that of the process, which has trained other runs too."""
     about: Mapping[str, Any] = curve.about
     is_cpu = (about.get("device") or {}).get("kind") == "cpu"
     return dataclasses.replace(curve, memory=None) if is_cpu else curve
@@ -206,7 +201,7 @@ class _Report(StepProgress):
     """The progress of one of several runs: their caller shows it."""
 
     def __init__(self, total: int, start: int, report: Callable[[int], None], warn: Callable[[str], None]):
-        silent: TextIO = lossy(None)
+        silent: TextIO = drop_refusals(None)
         super().__init__(total, start, silent)
         self._report, self._warn = report, warn
 

@@ -7,11 +7,10 @@ from pathlib import Path
 
 from halfstep.config.load import load, read_policy, setting_named
 from halfstep.config.run import RunConfig
-from halfstep.core.compare import CompareError
+from halfstep.core.compare.gaps import CompareInputError, IncomparableError
 from halfstep.core.errors import PolicyError
 from halfstep.core.policy import read
-from halfstep.tools.compare.curves import Curve, read_run
-from halfstep.tools.compare.logs import EVENT_FILE, read_log
+from halfstep.tools.compare.curves import EVENT_FILE, Curve, read_log, read_run
 from halfstep.tools.compare.runs import Way, shortened
 from halfstep.training.run.folder import holds_run
 
@@ -31,7 +30,7 @@ class Training:
     ranks: tuple[int, int] = (1, 1)
 
 
-def is_there(given: str) -> bool:
+def names_existing_runs(given: str) -> bool:
     """Whether A or B names something to read, and not a policy to train."""
     path = Path(given)
     looks = path.suffix in LOGS or EVENT_FILE in path.name or ("/" in given and path.suffix != ".toml")
@@ -42,7 +41,7 @@ def read_side(given: str, column: str | None = None) -> list[Curve]:
     """Returns the runs of a run folder, a folder of runs, or a log."""
     path = Path(given)
     if not path.exists():
-        raise CompareError(f"there is no file or folder `{given}`", hint=f"name {_WHAT}")
+        raise CompareInputError(f"there is no file or folder `{given}`", hint=f"name {_WHAT}")
     if not path.is_dir():
         return read_log(path, column)
     if holds_run(path):
@@ -51,14 +50,14 @@ def read_side(given: str, column: str | None = None) -> list[Curve]:
         return [read_run(each) for each in runs]
     if any(path.glob(f"{EVENT_FILE}*")):
         return read_log(path, column)
-    raise CompareError(f"`{path}` holds no run and no log", hint=f"name {_WHAT}")
+    raise CompareInputError(f"`{path}` holds no run and no log", hint=f"name {_WHAT}")
 
 
-def ways(policies: tuple[str, str], training: Training) -> tuple[Way, Way]:
+def resolve_ways(policies: tuple[str, str], training: Training) -> tuple[Way, Way]:
     """Returns the two ways to train that a command line describes."""
     first, second = (_way(policies[i], training, i) for i in (0, 1))
     if first.config == second.config and first.ranks == second.ranks:
-        raise CompareError(
+        raise CompareInputError(
             f"A and B are the same: {first.name} with the same settings",
             hint="name two policies, or change a setting of one side: --set-a training.compile=true",
         )
@@ -73,19 +72,19 @@ def _way(given: str, training: Training, side: int) -> Way:
         policy = read_policy(given)
         read(policy)
     except PolicyError as error:
-        raise CompareError(
+        raise CompareInputError(
             f"`{given}` is neither a file or folder nor a policy: {error.message}",
             hint=f"name {_WHAT}" + (f"; {error.hint}" if error.hint else ""),
         ) from None
     own, ranks = training.own[side], training.ranks[side]
     if named := [each for each in (*training.both, *own) if setting_named(each) in ("seed", "policy")]:
-        raise CompareError(
+        raise CompareInputError(
             f"`{named[0]}`: A and B are the policies, and --seeds says how many seeds each gets",
             hint="leave it out",
         )
     config = load(training.recipe, [*training.both, *own, f"policy={policy}"])
     if ranks > 1 and config.backend != "torch":
-        raise CompareError(
+        raise CompareInputError(
             f"{ranks} ranks are started by torchrun, and the backend is {config.backend}", hint="use torch"
         )
     config = shortened(config, training.steps or config.training.steps)
@@ -97,7 +96,7 @@ def check_alike(first: RunConfig, second: RunConfig) -> None:
     """Refuses to train what could not be compared: other data, or another model."""
     for name in ("data", "model"):
         if getattr(first, name) != getattr(second, name):
-            raise CompareError(
+            raise IncomparableError(
                 f"A and B would be trained with different settings of {name}.*: their losses would say nothing "
                 "about each other",
                 hint="give such a setting to both, with --set",

@@ -22,7 +22,7 @@ import numpy as np
 
 from halfstep import __version__
 from halfstep.config.model import ModelConfig
-from halfstep.core.errors import ConfigError, RoundingError, one_of
+from halfstep.core.errors import OptionError, RoundingError, one_of
 from halfstep.core.formats import BF16, FP32, Format, parse
 from halfstep.core.policy import Policy
 from halfstep.core.rounding import cast
@@ -98,11 +98,11 @@ def choose_format(to: str, asked: str | None, policy: Policy) -> Format:
     target, fmt = TARGETS[to], policy.export if asked is None else parse(asked)
     if target.rounds_to:
         if asked is not None:
-            raise ConfigError(f"--format {asked}: `--to {to}` is a format itself", hint="leave --format out")
+            raise OptionError(f"--format {asked}: `--to {to}` is a format itself", hint="leave --format out")
         return FP32
     if str(fmt) not in target.formats:
         said = f"the run's policy says export={fmt}" if asked is None else f"--format {asked}"
-        raise ConfigError(
+        raise OptionError(
             f"{said}, and `--to {to}` writes {one_of(target.formats)}",
             hint=f"write `--format {target.formats[0]}`" + (", which holds bf16 exactly" if fmt == BF16 else ""),
         )

@@ -4,18 +4,18 @@
     hf            the layout of transformers, for a model that is a GPT-2 or a Qwen3, with its tokenizer
     onnx          model.onnx in fp32, from `tokens` (rows, tokens) to `logits`, through torch's exporter
     int8          the same with every weight matrix in int8, one scale per output: onnxruntime rounds activations
-                  as they come, multiplies in int8 and sums in int32. The head is a matrix of its own there. The
+                  at run time, multiplies in int8 and sums in int32. The head is a matrix of its own there. The
                   embedding, norms, softmax and the products of attention stay fp32.
 
-Weights in int8 keep to 7 bits: x86 without VNNI adds two products of a byte and a weight in 16 bits, which 8 bits
-overflow without a word, and a file that scored well here would be wrong there.
+Weights in int8 use 7 bits: x86 without VNNI adds two products of a byte and a weight in 16 bits, which 8 bits
+silently overflow, and a file that scored well here would be wrong there.
 """
 
 import json
 import logging
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -32,7 +32,6 @@ from halfstep.core.formats import Format
 from halfstep.core.rounding import encode
 from halfstep.core.state_format import Stored
 from halfstep.tools.export.folder import ExportError
-from halfstep.tools.export.other import OtherModel
 from halfstep.tools.export.tokenizer import check_tokenizer, tokenizer_json, write_tokenizer
 from halfstep.training.checkpoints.tensors import write_tensors
 from halfstep.training.data.tokenizer_base import Tokenizer
@@ -43,6 +42,38 @@ from halfstep.training.weights.pretrained import CONFIG, open_pretrained
 from halfstep.training.weights.safetensors import SINGLE
 
 Floats = NDArray[np.float32]
+MOST_LOGITS = 2**26  # at once: 256 MiB
+
+
+class OtherModel:
+    """A model that another library runs, from tokens (rows, tokens) to logits, with the methods of a session."""
+
+    def __init__(self, forward: Callable[[NDArray[np.int64]], Floats], context: int, vocabulary: int):
+        self._forward, self._context, self._vocabulary = forward, context, vocabulary
+
+    def evaluate(self, batches: Iterable[NDArray[Any]], *, averaged: bool = True) -> tuple[float, int]:
+        """Returns the sum of losses and the number of tokens."""
+        total, count = 0.0, 0
+        for batch in batches:
+            rows = max(1, MOST_LOGITS // (batch.shape[1] * self._vocabulary))
+            for start in range(0, len(batch), rows):
+                tokens = batch[start : start + rows].astype(np.int64)
+                total += _loss(self._forward(tokens[:, :-1]), tokens[:, 1:])
+                count += tokens[:, 1:].size
+        return total, count
+
+    def logits(self, tokens: Sequence[int]) -> Floats:
+        """Returns the logits of the token after the given ones."""
+        logits: Floats = self._forward(np.array([tokens[-self._context :]], np.int64))[0, -1]
+        return logits
+
+
+def _loss(logits: Floats, targets: NDArray[np.int64]) -> float:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    chosen = np.take_along_axis(shifted, targets[..., None], axis=-1)[..., 0]
+    return float((np.log(np.exp(shifted).sum(axis=-1, dtype=np.float64)) - chosen).sum(dtype=np.float64))
+
+
 EXPORTER = ("torch", "onnx", "onnxscript", "onnxruntime")
 ONNX = "model.onnx"
 MOST_PROTOBUF = 2**31 - 2**20  # bytes of one file, without the weights next to it

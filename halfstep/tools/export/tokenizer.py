@@ -19,7 +19,7 @@ from typing import Any
 from halfstep.config.model import ModelConfig
 from halfstep.tools.export.folder import ExportError
 from halfstep.training.data.tokenizer_base import BytesTokenizer, Tokenizer
-from halfstep.training.data.tokenizer_libraries import BYTE_OF, HuggingFace, LibraryTokenizer, Tiktoken
+from halfstep.training.data.tokenizers import BYTE_OF, HuggingFace, LibraryTokenizer, Tiktoken
 
 FILE, DESCRIPTION = "tokenizer.json", "tokenizer_config.json"
 CHARACTER_OF = {value: character for character, value in BYTE_OF.items()}

@@ -10,7 +10,7 @@ import numpy as np
 
 from halfstep.config.machines import Machine, Rates, Reached, Timed
 from halfstep.config.run import RunConfig
-from halfstep.core.errors import ConfigError
+from halfstep.core.errors import OptionError
 from halfstep.core.formats import parse
 from halfstep.core.policy import Policy
 
@@ -26,13 +26,13 @@ def save(path: Path, config: RunConfig, device: str | None) -> Machine:
     """Times the matmuls and attention of a recipe under the usual policies, and writes a machine file."""
     import tomli_w
 
+    from halfstep.torch.instruments.planning import timing
     from halfstep.torch.measure import devices, version
-    from halfstep.torch.planning import timing
 
     if path.exists():
-        raise ConfigError(f"`{path}` exists", hint="name another file, or delete it")
+        raise OptionError(f"`{path}` exists", hint="name another file, or delete it")
     if path.suffix != ".toml":
-        raise ConfigError(f"`{path}` is not the name of a TOML file", hint="such as mine.toml")
+        raise OptionError(f"`{path}` is not the name of a TOML file", hint="such as mine.toml")
     device = device or devices()[0]
     machine = measured(config, device, timing)
     table = asdict(machine)
@@ -45,15 +45,15 @@ def save(path: Path, config: RunConfig, device: str | None) -> Machine:
 
 def measured(config: RunConfig, device: str, timing: Any) -> Machine:
     """Returns this machine."""
-    from halfstep.torch.dtypes import describe
-    from halfstep.torch.planning.step import of_recipe
+    from halfstep.torch.instruments.planning.step import trace_recipe
+    from halfstep.torch.numerics.dtypes import describe
 
     hardware = describe(device)
     training = replace(config.training, compile=False, micro_batches=1)
     work = [
         item
         for policy in _policies(device)
-        for item in of_recipe(replace(config, training=training), policy, hardware).work
+        for item in trace_recipe(replace(config, training=training), policy, hardware).work
     ]
     host = [timed for policy in _on_host(device) for timed in _host(config, policy, device)]
     taken = timing.time_work(work, device)
@@ -81,14 +81,14 @@ def measured(config: RunConfig, device: str, timing: Any) -> Machine:
 
 def _host(config: RunConfig, policy: Policy, device: str) -> list[Timed]:
     """Times what the host takes for a pass and for an update, in steps so small that it is the limit."""
-    from halfstep.torch.dtypes import describe
-    from halfstep.torch.planning.step import of_recipe, without_measuring
+    from halfstep.torch.instruments.planning.step import force_measured, trace_recipe
+    from halfstep.torch.numerics.dtypes import describe
     from halfstep.training.session import open_session
 
-    policy = without_measuring(policy)
+    policy = force_measured(policy)
     training = replace(config.training, compile=False, micro_batches=1, batch=1)
     small = replace(config, training=training, model=replace(config.model, context=min(64, config.model.context)))
-    work = of_recipe(small, policy, describe(device)).work
+    work = trace_recipe(small, policy, describe(device)).work
     operations = {"update": sum(item.phase == "update" for item in work)}
     operations["pass"] = len(work) - operations["update"]
     session = open_session(small, policy, device)
@@ -111,14 +111,14 @@ def _host(config: RunConfig, policy: Policy, device: str) -> list[Timed]:
 
 def _on_host(device: str) -> list[Policy]:
     """Returns the policies under which the host is timed: none where the host is the device."""
-    from halfstep.torch.dtypes import describe
+    from halfstep.torch.numerics.dtypes import describe
 
     return [] if describe(device).kind == "cpu" else _policies(device)
 
 
 def _policies(device: str) -> list[Policy]:
     """Returns the policies whose formats this machine multiplies, and not slowly."""
-    from halfstep.torch.dtypes import describe, supported
+    from halfstep.torch.numerics.dtypes import describe, supported
 
     formats = {"fp32": "fp32", "bf16-mixed": "bf16", "fp16-mixed": "fp16", "fp8-mixed": "e4m3"}
     if describe(device).kind == "cpu":

@@ -1,6 +1,6 @@
 """What a training needs: memory by role, bytes on the wire, arithmetic, time and money, for one policy.
 
-A step is followed on the meta device (halfstep/torch/planning), as one process of the job makes it; sharding is
+A step is followed on the meta device (torch/instruments/planning), as one process of the job makes it; sharding is
 counted on top, by what FSDP2 and DDP send and hold. Times come from a machine file: where nearly the same shapes
 were timed a number, elsewhere a range.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from halfstep.config.machines import Machine
 from halfstep.config.run import RunConfig
-from halfstep.core.errors import ConfigError
+from halfstep.core.errors import ConfigFileError, SettingConflictError
 from halfstep.core.policy import Policy
 
 ROLES = ("weights", "masters", "gradients", "moments", "activations", "logits", "buffers", "workspace")
@@ -101,14 +101,14 @@ def spread(config: RunConfig, gpus: int, machine: Machine) -> Job:
     elif batch % gpus == 0:
         batch //= gpus
     else:
-        raise ConfigError(
+        raise SettingConflictError(
             f"{gpus} GPUs divide neither {micro} micro-batches nor a batch of {batch}",
             hint=f"such as `--set training.micro_batches={math.ceil(micro / gpus) * gpus}`",
         )
     local = min(gpus, machine.gpus)
     if shard == "hybrid" and (gpus % local or gpus == local):
         why = "are on one machine" if gpus == local else f"are not {local} on each machine"
-        raise ConfigError(
+        raise SettingConflictError(
             f'parallel.shard = "hybrid" shards within a machine and copies between them, and {gpus} GPUs {why}',
             hint=f"use --set parallel.shard=full; or --gpus {2 * machine.gpus}, of {machine.gpus} on a machine",
         )
@@ -118,11 +118,11 @@ def spread(config: RunConfig, gpus: int, machine: Machine) -> Job:
 
 def plan_recipe(config: RunConfig, policy: Policy, machine: Machine, gpus: int, price: float) -> Plan:
     """Plans a recipe under a policy."""
-    from halfstep.torch.planning.step import of_recipe
+    from halfstep.torch.instruments.planning.step import trace_recipe
 
     job = spread(config, gpus, machine)
     own = replace(config.training, batch=job.batch, micro_batches=job.micro_batches)
-    traced = of_recipe(replace(config, training=own), policy, machine.hardware)
+    traced = trace_recipe(replace(config, training=own), policy, machine.hardware)
     return _planned(traced, policy, machine, job, config.training.steps, price, compiled=bool(own.compile))
 
 
@@ -138,9 +138,9 @@ def plan_factory(
     memory: str = "fast",
 ) -> Plan:
     """Plans what a factory returns: each GPU takes a batch of its own, and DDP averages gradients."""
-    from halfstep.torch.planning.step import of_factory
+    from halfstep.torch.instruments.planning.step import trace_factory
 
-    traced = of_factory(made, policy, machine.hardware, compiled=compiled, memory=memory)
+    traced = trace_factory(made, policy, machine.hardware, compiled=compiled, memory=memory)
     job = Job(gpus, "none", 1, gpus, traced.batch, 1)
     kernels = tuple(timed for timed in machine.timed if timed.kind not in ("pass", "update"))
     machine = replace(machine, timed=kernels)  # the host was timed with our code, not with theirs
@@ -181,14 +181,14 @@ def _memory(traced: Any, ledger: Any, job: Job) -> dict[str, int]:
 def _sharded(parameters: Any, memory: dict[str, int], job: Job) -> dict[str, int]:
     """Returns what FSDP2 holds: shares of masters, gradients and moments; casts; what is gathered for a block."""
     numbers = sum(math.prod(p.shape) for p in parameters)
-    narrow = sum(math.prod(p.shape) * p.travels_in for p in parameters if p.travels_in < 4)
+    narrow = sum(math.prod(p.shape) * p.wire_bytes for p in parameters if p.wire_bytes < 4)
     blocks: dict[str, int] = {}
     for p in parameters:
         if ".".join(p.name.split(".")[:1]) == "blocks":
             key = ".".join(p.name.split(".")[:2])
             blocks[key] = blocks.get(key, 0) + math.prod(p.shape)
     most, outside = max(blocks.values(), default=0), numbers - sum(blocks.values())
-    width = min((p.travels_in for p in parameters), default=4)
+    width = min((p.wire_bytes for p in parameters), default=4)
     gathered = (outside + GATHERED * most) * width
     return {
         "weights": narrow // job.shards + gathered,
@@ -223,16 +223,16 @@ def _largest(traced: Any, machine: Machine, job: Job) -> int:
 
 
 def _sent(parameters: Any, policy: Policy, job: Job) -> dict[str, int]:
-    from halfstep.torch.parallel.sizes import of_blocks, of_numbers
+    from halfstep.torch.parallel.sizes import block_traffic, gradient_traffic
 
     if job.gpus == 1:
         return {"weights": 0, "gradients": 0}
-    sizes = [(p.name.startswith("blocks."), math.prod(p.shape), p.travels_in) for p in parameters]
+    sizes = [(p.name.startswith("blocks."), math.prod(p.shape), p.wire_bytes) for p in parameters]
     if job.shards == 1:
-        sent = of_numbers(sum(n for _, n, _ in sizes), policy, job.gpus)
+        sent = gradient_traffic(sum(n for _, n, _ in sizes), policy, job.gpus)
     else:
         inside, outside = ([(n, width) for here, n, width in sizes if here is part] for part in (True, False))
-        sent = of_blocks(inside, outside, policy, job.shards, job.copies)
+        sent = block_traffic(inside, outside, policy, job.shards, job.copies)
     return {"weights": (sent.forward + sent.backward) * job.micro_batches, "gradients": sent.gradients}
 
 
@@ -243,7 +243,7 @@ def _wire_seconds(sent: dict[str, int], machine: Machine, job: Job) -> Range:
     crosses = job.gpus > machine.gpus
     speed = (machine.network if crosses else machine.link) or machine.network
     if not speed:
-        raise ConfigError(
+        raise ConfigFileError(
             f"the machine file of {machine.name} does not say how fast GPUs exchange data",
             hint="write `link = ` and `network = `, in bytes per second, each way",
         )
@@ -277,9 +277,9 @@ def _computing(work: list[tuple[Any, float]], machine: Machine) -> tuple[Range, 
 
 def _host(traced: Any, policy: Policy, machine: Machine, passes: int) -> Range:
     """Returns the seconds of the host: what it took for nearly as many operations, or a range for each of them."""
-    from halfstep.torch.planning.step import without_measuring
+    from halfstep.torch.instruments.planning.step import force_measured
 
-    named = str(without_measuring(policy))
+    named = str(force_measured(policy))
     update = sum(w.phase == "update" for w in traced.work)
     each = (len(traced.work) - update) // traced.micro_batches
     low = high = 0.0
@@ -297,7 +297,7 @@ def _rate(item: Any, machine: Machine) -> float:
     if item.format == "e4m3" and not rate:
         rate = machine.rates.e4m3fnuz
     if not rate:
-        raise ConfigError(
+        raise ConfigFileError(
             f"the machine file of {machine.name} has no rate for {item.format}",
             hint=f"choose a policy that does not multiply in {item.format}, or add it under [rates]",
         )

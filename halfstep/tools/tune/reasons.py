@@ -4,7 +4,7 @@ import math
 
 from halfstep.core.policy import Policy
 from halfstep.core.roles import print_value
-from halfstep.tools.tune.rules import Wanted, to_toml, words
+from halfstep.tools.tune.rules import Wanted, describe_formats, to_toml
 from halfstep.tools.tune.search import Option
 from halfstep.tools.tune.tune import Evaluation, Tuned
 
@@ -14,13 +14,13 @@ def policy_file(tuned: Tuned) -> str:
     s, chosen = tuned.settings, tuned.chosen
     heading = [f"Found by `halfstep tune {s.target}`, from `{s.base}`."]
     if chosen is not None:
-        heading.append(f"{judged(chosen)}; {share(tuned, chosen)}.")
+        heading.append(f"{describe_verdict(chosen)}; {describe_saving(tuned, chosen)}.")
     if tuned.unit == "bytes":
         heading.append(f"Costs are bytes, not seconds: {tuned.lacking}.")
-    return to_toml(tuned.policy, tuned.wanted, lambda wanted: why(tuned, wanted), heading)
+    return to_toml(tuned.policy, tuned.wanted, lambda wanted: reason_for_rule(tuned, wanted), heading)
 
 
-def why(tuned: Tuned, wanted: Wanted) -> str:
+def reason_for_rule(tuned: Tuned, wanted: Wanted) -> str:
     """Returns why a rule is there."""
     base = Policy.parse(tuned.settings.base)
     options = {name: tuned.found.assignment.get(name, Option()) for name in wanted.modules}
@@ -28,35 +28,39 @@ def why(tuned: Tuned, wanted: Wanted) -> str:
         shares = [option.damage for option in options.values()]
         costs = sum(option.cost for option in options.values())
         before = sum(tuned.rows[name][0].cost for name in options)
-        took = f"{amount(costs, tuned.unit)} instead of {amount(before, tuned.unit)}"
+        took = f"{format_cost(costs, tuned.unit)} instead of {format_cost(before, tuned.unit)}"
         if len(options) == 1:
             return f"it alone loses {_range(shares)} of a step's descent, and takes {took}"
         return f"{len(options)} matmuls: each alone loses {_range(shares)} of a step's descent; they take {took}"
     kept: dict[str, list[str]] = {}
     for name in wanted.modules:
-        kept.setdefault(_kept(tuned, base, name), []).append(name)
+        kept.setdefault(_reason_for_base(tuned, base, name), []).append(name)
     return "; ".join(
         f"`{names[0]}` {reason}" if len(names) == 1 else f"each of {len(names)} matmuls {reason}"
         for reason, names in kept.items()
     )
 
 
-def _kept(tuned: Tuned, base: Policy, name: str) -> str:
+def _reason_for_base(tuned: Tuned, base: Policy, name: str) -> str:
     """Returns why a module stays as in the base."""
     cheaper = [option for option in tuned.rows[name] if option.cost < tuned.rows[name][0].cost]
     if not cheaper:
         fast = min(tuned.rows[name][1:], key=lambda option: option.cost)
-        took = f"{amount(fast.cost, tuned.unit)} instead of {amount(tuned.rows[name][0].cost, tuned.unit)}"
-        return f"saves nothing here: {took} in {words(base, fast.compute, fast.grad)}"
+        took = (
+            f"{format_cost(fast.cost, tuned.unit)} instead of {format_cost(tuned.rows[name][0].cost, tuned.unit)}"
+        )
+        return f"saves nothing here: {took} in {describe_formats(base, fast.compute, fast.grad)}"
     least = min(cheaper, key=lambda option: option.damage)
-    text = f"loses {percent(least.damage)} of a step's descent in {words(base, least.compute, least.grad)}"
+    text = (
+        f"loses {percent(least.damage)} of a step's descent in {describe_formats(base, least.compute, least.grad)}"
+    )
     failed = [each for each in tuned.evaluations if not each.met and name in each.modules]
     if not failed:
         return text
-    return f"{text}; {judged(min(failed, key=lambda each: len(each.modules)))} with it"
+    return f"{text}; {describe_verdict(min(failed, key=lambda each: len(each.modules)))} with it"
 
 
-def judged(evaluation: Evaluation) -> str:
+def describe_verdict(evaluation: Evaluation) -> str:
     """Describes how a policy compares with the base."""
     known, seeds = evaluation.verdict, len(evaluation.gaps)
     if known.diverged:
@@ -65,13 +69,13 @@ def judged(evaluation: Evaluation) -> str:
     return f"held-out loss {known.mean:+.4f} ({low:+.4f} to {high:+.4f}, {seeds} seeds: {known.kind})"
 
 
-def share(tuned: Tuned, evaluation: Evaluation) -> str:
+def describe_saving(tuned: Tuned, evaluation: Evaluation) -> str:
     """Describes what a policy saves."""
     ratio = evaluation.cost / tuned.base_cost if tuned.base_cost else 1.0
-    return f"matmuls take {amount(evaluation.cost, tuned.unit)}, {ratio:.2f} of the base's"
+    return f"matmuls take {format_cost(evaluation.cost, tuned.unit)}, {ratio:.2f} of the base's"
 
 
-def amount(cost: float, unit: str) -> str:
+def format_cost(cost: float, unit: str) -> str:
     """Returns a cost with its unit."""
     if unit == "s":
         return f"{cost * 1e3:.3g} ms"
@@ -102,6 +106,5 @@ def summary(tuned: Tuned) -> str:
     what = "the same held-out loss" if tuned.settings.budget == "same" else f"a gap of {tuned.settings.budget}"
     if best is None:
         return f"no format saves anything here: `{print_value(Policy.parse(tuned.settings.base).compute)}` stays"
-    return (
-        f"no policy with a narrow matmul meets the budget, {what}; the best found: {judged(best)}: {best.policy}"
-    )
+    found = f"{describe_verdict(best)}: {best.policy}"
+    return f"no policy with a narrow matmul meets the budget, {what}; the best found: {found}"

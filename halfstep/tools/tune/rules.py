@@ -33,7 +33,7 @@ def formats_of(base: Policy, compute: str, grad: str) -> Formats:
     return cast(Operand, forward), cast(Operand, backward)
 
 
-def changed(base: Policy, names: Sequence[str], assignment: Assignment) -> tuple[Policy, list[Wanted]]:
+def apply_assignment(base: Policy, names: Sequence[str], assignment: Assignment) -> tuple[Policy, list[Wanted]]:
     """Returns the base with rules for what was chosen, and the rules; `names` are all modules that may change."""
     formats = dict.fromkeys(names, (base.compute, base.grad))
     formats |= {name: formats_of(base, o.compute, o.grad) for name, o in assignment.items()}
@@ -100,7 +100,7 @@ def _toml(value: object) -> str:
     return f'"{value}"'
 
 
-def words(base: Policy, compute: str, grad: str) -> str:
+def describe_formats(base: Policy, compute: str, grad: str) -> str:
     """Names the formats of an option: `e4m3 with gradients in e5m2`."""
     forward, backward = formats_of(base, compute, grad)
     if forward == backward:

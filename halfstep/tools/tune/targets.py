@@ -13,7 +13,15 @@ from typing import Any, Protocol
 
 from halfstep.config.load import load, recipe_names
 from halfstep.config.run import RunConfig
-from halfstep.core.errors import ConfigError, did_you_mean, one_of
+from halfstep.core.errors import (
+    FactoryError,
+    OptionError,
+    SettingConflictError,
+    SettingPolicyError,
+    TargetError,
+    did_you_mean,
+    one_of,
+)
 from halfstep.core.policy import PRESETS, Policy, read
 
 Report = Callable[[int], None]
@@ -43,19 +51,21 @@ def target_of(name: str, overrides: tuple[str, ...], out: Path, device: str | No
     if colon and all(part.isidentifier() for part in (*module.split("."), *function.split("."))):
         if overrides or device is not None:
             option = f"--set {overrides[0]}" if overrides else f"--device {device}"
-            raise ConfigError(
+            raise OptionError(
                 f"{option} is for recipes, and `{name}` is a function that decides it",
                 hint="change what the function returns",
             )
         return Made(name)
     if name not in recipe_names() and not name.endswith(".toml"):
-        raise ConfigError(
+        raise TargetError(
             f"`{name}` is neither a recipe nor module:factory",
             hint=did_you_mean(name, recipe_names(), f"recipes are {', '.join(recipe_names())}"),
         )
     config = load(name, overrides)
     if config.backend != "torch":
-        raise ConfigError(f"backend {config.backend}: `halfstep tune` runs on torch", hint="--set backend=torch")
+        raise SettingConflictError(
+            f"backend {config.backend}: `halfstep tune` runs on torch", hint="--set backend=torch"
+        )
     return Recipe(config, out / "runs", device)
 
 
@@ -76,7 +86,7 @@ class Recipe:
 
     def study(self, base: Policy, seed: int, steps: int, report: Report) -> Any:
         """Loads the weights of the reference's run, and batches that come after it."""
-        from halfstep.torch.tuning.trial import STUDIED, study_of
+        from halfstep.torch.instruments.tuning import STUDY_BATCHES, study_of
         from halfstep.training.data.batches import batches_of
         from halfstep.training.data.load import load_corpus
         from halfstep.training.run.trained import open_trained
@@ -86,7 +96,7 @@ class Recipe:
         data = self.config.data
         corpus = load_corpus(data.source, data.validation, self.config.model.vocabulary)
         batches = batches_of(dataclasses.replace(self.config, seed=seed), corpus.train)
-        return study_of(session, [batches.at(steps + i)[0] for i in range(STUDIED)], base)
+        return study_of(session, [batches.at(steps + i)[0] for i in range(STUDY_BATCHES)], base)
 
     def _curve(self, policy: Policy, seed: int, steps: int, report: Report) -> Any:
         from halfstep.tools.compare.runs import paired
@@ -106,12 +116,12 @@ class Made:
     named: str | None = None
 
     def __init__(self, name: str):
-        from halfstep.tools.audit.factory import find
-        from halfstep.torch.tuning.trial import place_of
+        from halfstep.tools.audit.targets import find
+        from halfstep.torch.instruments.tuning import device_of_factory
 
         self._name, self._factory = name, find(*name.split(":"))
         made = self._make(0)
-        self.device: str | None = place_of(made)
+        self.device: str | None = device_of_factory(made)
         one = "it gives one batch, which is trained on and judged by: there is no held-out loss"
         self.note = one if len(made) == 4 else ""
 
@@ -127,32 +137,32 @@ class Made:
         return trial.study()
 
     def _trial(self, policy: Policy, seed: int) -> Any:
-        from halfstep.torch.tuning.trial import Trial
+        from halfstep.torch.instruments.tuning import Trial
 
         return Trial(lambda: self._make(seed), policy, seed)
 
     def _make(self, seed: int) -> tuple[Any, ...]:
-        from halfstep.tools.audit.factory import call
-        from halfstep.torch.tuning.trial import FORM, seeded
+        from halfstep.tools.audit.targets import call
+        from halfstep.torch.instruments.tuning import FACTORY_HINT, call_seeded
 
-        made = call(lambda: seeded(self._factory, seed), self._name)
+        made = call(lambda: call_seeded(self._factory, seed), self._name)
         if not isinstance(made, tuple) or len(made) not in (4, 5):
             count = f"{len(made)} values" if isinstance(made, tuple) else f"a {type(made).__name__}"
             without = ", and no data to train on" if isinstance(made, tuple) and len(made) < 4 else ""
-            raise ConfigError(f"`{self._name}` returned {count}{without}", hint=FORM)
+            raise FactoryError(f"`{self._name}` returned {count}{without}", hint=FACTORY_HINT)
         return made
 
 
 def base_of(target: Target, given: str | None) -> Policy:
     """Returns the policy to start from: the one given, the target's own, or by what the device multiplies."""
     from halfstep.core.formats import BF16
-    from halfstep.torch.tuning.trial import lacks
+    from halfstep.torch.instruments.tuning import unsupported_formats
 
     text = given or target.named
     if text is None:
-        text = "fp32" if lacks([BF16], target.device) else "bf16-mixed"
+        text = "fp32" if unsupported_formats([BF16], target.device) else "bf16-mixed"
     if read(text).base == "auto":
-        raise ConfigError(
+        raise SettingPolicyError(
             f"`{text}` measures which precision is fastest, and that is where a search begins",
             hint=f"name the base with --base: {one_of(PRESETS)}",
         )

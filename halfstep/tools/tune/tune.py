@@ -1,7 +1,7 @@
-"""`halfstep tune`: the narrowest formats that a training bears, module by module.
+"""`halfstep tune`: the narrowest formats that a run tolerates, module by module.
 
 1.  The reference: the base policy, trained for a while with several seeds.
-2.  The study: each module alone in each format, by what the gradient notices (torch/tuning/study.py).
+2.  The study: each module alone in each format, by what the gradient notices (torch/instruments/tuning.py).
 3.  Costs: the time of each layer in each format on this device, or the bytes its matmuls read where the device
     lacks a format; then everything runs emulated.
 4.  The search (search.py). Each policy it asks about is trained with the same seeds as the reference, and the gaps
@@ -13,17 +13,17 @@ Everything that took time is kept in OUT/tune.json as soon as it is known: the s
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from halfstep.config.reading import read_bytes
 from halfstep.core.compare import Verdict, seed_spread, verdict
-from halfstep.core.errors import ConfigError
+from halfstep.core.errors import OptionError, StudyError
 from halfstep.core.policy import Policy
 from halfstep.core.roles import Operand, is_narrow, parse_value
-from halfstep.tools.tune.rules import Wanted, changed, formats_of
+from halfstep.tools.tune.rules import Wanted, apply_assignment, formats_of
 from halfstep.tools.tune.search import Assignment, Found, Option, search
 from halfstep.tools.tune.targets import Target
 from halfstep.training.files import make_folder, write_whole
@@ -39,7 +39,7 @@ OnProgress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked for: a folder holds one."""
+    """The question of a search; a folder holds one."""
 
     target: str
     base: str
@@ -76,7 +76,7 @@ class Tuned:
     delta: float
     base_cost: float
     rows: dict[str, list[Option]]  # the options of each module, the base first
-    kept: dict[str, str]  # modules that are not touched, and why
+    kept: dict[str, str]  # modules that stay in the base, and why
     found: Found
     policy: Policy
     wanted: list[Wanted]
@@ -100,26 +100,26 @@ class Tuned:
 
 
 def check(settings: Settings) -> None:
-    """Refuses settings that cannot be meant."""
+    """Refuses settings that make no sense."""
     if settings.budget != "same" and not 0 <= _number(settings.budget) < math.inf:
-        raise ConfigError(
+        raise OptionError(
             f"--budget {settings.budget} is not a budget",
             hint="write `same`, or how much higher the held-out loss may be, such as 0.01",
         )
     if settings.seeds < 2 or settings.most_seeds < settings.seeds:
-        raise ConfigError(
+        raise OptionError(
             f"--seeds {settings.seeds}, --most-seeds {settings.most_seeds}: a gap has a spread from two seeds on",
             hint="write --seeds 4 --most-seeds 12",
         )
     for name in ("steps", "policies"):
         if getattr(settings, name) < 1:
-            raise ConfigError(
+            raise OptionError(
                 f"--{name} {getattr(settings, name)} is not a number of {name}", hint="give 1 or more"
             )
     for role in ("compute", "grad"):
         for text in getattr(settings, role):
             if parse_value(role, text).amax == "delayed":  # type: ignore[union-attr]
-                raise ConfigError(
+                raise OptionError(
                     f"--{role} {text}: a delayed scale comes from earlier updates, and a study has none",
                     hint=f"tune with `{text.replace(':delayed', '')}`, and write `delayed` into the policy",
                 )
@@ -132,13 +132,19 @@ def _number(text: str) -> float:
         return math.nan
 
 
+def _finite_or_inf(known: Mapping[str, float | None], seeds: Iterable[int]) -> list[float]:
+    """Returns the losses of some seeds; that of a run that diverged is infinite."""
+    losses = [known[str(seed)] for seed in seeds]
+    return [math.inf if loss is None else loss for loss in losses]
+
+
 class Tuner:
     """One search, and what it knows."""
 
     def __init__(self, target: Target, settings: Settings, out: Path, on_progress: OnProgress):
         check(settings)
         self.target, self.settings, self.out = target, settings, out
-        self.base, self.unit, self.lacking = self._settle_base()
+        self.base, self.unit, self.lacking = self._resolve_base()
         self._on_progress, self._done, self._total, self._words = on_progress, 0, 0, ""
         self.known: dict[str, Any] = self._read()
         self.evaluations: list[Evaluation] = []
@@ -153,20 +159,20 @@ class Tuner:
         self.modules = rows
         self.base_cost = sum(options[0].cost for options in self.modules.values())
         found = search(self.modules, self._meets, s.policies)
-        policy, wanted = changed(self.base, list(self.modules), found.assignment)
+        policy, wanted = apply_assignment(self.base, list(self.modules), found.assignment)
         return Tuned(
             s, self.unit, self.lacking, tuple(reference), self.delta, self.base_cost, rows, kept, found, policy,
             wanted, self.evaluations, self.target.note,
         )  # fmt: skip
 
-    def _settle_base(self) -> tuple[Policy, str, str]:
+    def _resolve_base(self) -> tuple[Policy, str, str]:
         """Returns the base, emulated if the device lacks a format; then costs are in bytes."""
-        from halfstep.torch.tuning.trial import lacks
+        from halfstep.torch.instruments.tuning import unsupported_formats
 
         base = Policy.parse(self.settings.base)
         asked = [parse_value(role, text) for role in ("compute", "grad") for text in getattr(self.settings, role)]
         formats = [operand.format for operand in asked if isinstance(operand, Operand)]
-        lacking = lacks([*formats, base.compute.format], self.target.device)
+        lacking = unsupported_formats([*formats, base.compute.format], self.target.device)
         if not lacking and not base.emulate:
             return base, "s", ""
         why = next(iter(lacking.values()), "the base says `emulate`")
@@ -174,7 +180,7 @@ class Tuner:
 
     def _delta(self, reference: Sequence[float]) -> float:
         if not all(map(math.isfinite, reference)):
-            raise ConfigError(
+            raise StudyError(
                 f"`{self.base}` itself diverges: its held-out losses are {[round(x, 4) for x in reference]}",
                 hint="train it first, with a learning rate that it bears, or name another --base",
             )
@@ -182,7 +188,7 @@ class Tuner:
             return float(self.settings.budget)
         spread = seed_spread(reference)
         if spread == 0:
-            raise ConfigError(
+            raise StudyError(
                 "the seeds make no difference: all runs of the base end at the same held-out loss",
                 hint="a factory must not set the random state; or give the budget as a number, --budget 0.01",
             )
@@ -199,10 +205,10 @@ class Tuner:
                 known[str(seed)] = None if loss is None or not math.isfinite(loss) else loss
                 self._write()
             self._advance(before + self.settings.steps)
-        return [math.inf if known[str(seed)] is None else known[str(seed)] for seed in seeds]
+        return _finite_or_inf(known, seeds)
 
     def _study(self) -> dict[str, Any]:
-        """Returns what the gradient notices of each format in each role of each module, and what layers cost."""
+        """Returns the damage of each format in each role of each module, and the costs of layers."""
         if "study" in self.known:
             return self.known["study"]  # type: ignore[no-any-return]
         self._words = "the model to study"
@@ -212,14 +218,12 @@ class Tuner:
         for layer in study.layers:
             if ruled.get(layer.name) is not None:
                 kept[layer.name] = f"the base has a rule for it, `{ruled[layer.name]}`"
-            elif (
-                layer.misfit and self._tries_fp8()
-            ):  # also where it is emulated: the policy is for a device that has it
+            elif layer.misfit and self._tries_fp8():  # emulated or not: the policy is for a device that has fp8
                 kept[layer.name] = layer.misfit
             else:
                 layers.append(layer)
         if not layers:
-            raise ConfigError(
+            raise StudyError(
                 "there is no matmul to tune" + "".join(f"; `{name}`: {why}" for name, why in [*kept.items()][:1]),
                 hint="name a --base without rules for them",
             )
@@ -230,8 +234,8 @@ class Tuner:
             found: dict[str, dict[str, float]] = {"compute": {}, "grad": {}}
             for role, text in roles if layer.name not in damages else ():
                 self._words = f"{layer.name} with {role} in {text}"
-                policy, _ = changed(self.base, [layer.name], {layer.name: Option(**{role: text})})
-                found[role][text] = study.lost(policy)
+                policy, _ = apply_assignment(self.base, [layer.name], {layer.name: Option(**{role: text})})
+                found[role][text] = study.descent_lost(policy)
                 self._advance(self._done + 1)
             if layer.name not in damages:
                 damages[layer.name] = found
@@ -250,9 +254,9 @@ class Tuner:
         self._words = f"costs of {layer.name}"
         policies = {}
         for pair in self._pairs():
-            policies[" ".join(pair)] = changed(self.base, [layer.name], {layer.name: Option(*pair)})[0]
+            policies[" ".join(pair)] = apply_assignment(self.base, [layer.name], {layer.name: Option(*pair)})[0]
         if self.unit == "s":
-            from halfstep.torch.tuning.trial import time_options
+            from halfstep.torch.instruments.tuning import time_options
 
             key = repr((layer.sizes, layer.rows, layer.bias))
             if key not in self.known.setdefault("timed", {}):
@@ -287,7 +291,7 @@ class Tuner:
     # --- the question that the search asks
 
     def _meets(self, assignment: Assignment) -> bool:
-        s, (policy, _) = self.settings, changed(self.base, list(self.modules), assignment)
+        s, (policy, _) = self.settings, apply_assignment(self.base, list(self.modules), assignment)
         words, count = f"{len(assignment)} of {len(self.modules)} modules narrow", s.seeds
         self._total = max(self._total, self._done + count * s.steps)
         while True:
@@ -310,9 +314,8 @@ class Tuner:
     def _losses_again(self, seeds: Sequence[int]) -> list[float]:
         """Returns the reference's losses; those that are known are no work."""
         known = self.known["losses"][str(self.base)]
-        missing = [seed for seed in seeds if str(seed) not in known]
-        self._losses(self.base, missing, "the base")
-        return [math.inf if known[str(seed)] is None else known[str(seed)] for seed in seeds]
+        self._losses(self.base, [seed for seed in seeds if str(seed) not in known], "the base")
+        return _finite_or_inf(known, seeds)
 
     # --- the folder, and the bar
 
@@ -325,10 +328,10 @@ class Tuner:
             known: dict[str, Any] = json.loads(read_bytes(str(path), MOST_KEPT))
             settings = known["settings"]
         except (ValueError, KeyError, TypeError):
-            raise ConfigError(f"`{path}` is damaged", hint="name another folder with --out") from None
+            raise StudyError(f"`{path}` is damaged", hint="name another folder with --out") from None
         for name, value in json.loads(json.dumps(asked)).items():
             if settings.get(name) != value and name not in ("policies", "most_seeds", "budget"):
-                raise ConfigError(
+                raise StudyError(
                     f"`{self.out}` holds a search with {name} = {settings.get(name)}, and this one has {value}",
                     hint="name another folder with --out, or repeat the command that it was made with",
                 )

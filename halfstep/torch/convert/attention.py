@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.core.errors import HalfstepError
-from halfstep.torch.layers import Matmul, attention, linear, weighted_attention
-from halfstep.torch.lowering import bypass_mode, enter, owned, rounded
+from halfstep.core.errors import ArgumentError
+from halfstep.torch.layers import Matmul, linear
+from halfstep.torch.numerics.attention import attention, weighted_attention
+from halfstep.torch.numerics.lowering import bypass_mode, round_to_compute, to_compute, with_weight_grad_format
 
 
 class MultiheadAttention(Matmul):
@@ -57,7 +58,7 @@ class MultiheadAttention(Matmul):
         weights = None
         if need_weights:
             y, weights = weighted_attention(q, k, v, self.casts, causal=False, mask=mask, dropout=dropout)
-            weights = rounded(weights.mean(dim=1), self.casts) if average_attn_weights else weights
+            weights = round_to_compute(weights.mean(dim=1), self.casts) if average_attn_weights else weights
             weights = weights if batched else weights[0]
         else:
             y = attention(q, k, v, self.casts, causal=causal, mask=mask, dropout=dropout)
@@ -85,7 +86,10 @@ class MultiheadAttention(Matmul):
         if self.bias_k is not None and self.bias_v is not None:
             pairs = ((k_BSE, self.bias_k), (v_BSE, self.bias_v))
             k_BSE, v_BSE = (
-                torch.cat([t, enter(owned(b, self.casts), self.casts).expand(batch, -1, -1)], dim=1)
+                torch.cat(
+                    [t, to_compute(with_weight_grad_format(b, self.casts), self.casts).expand(batch, -1, -1)],
+                    dim=1,
+                )
                 for t, b in pairs
             )
             more += 1
@@ -109,7 +113,7 @@ def _may_attend(given: Tensor | None, padding: Tensor | None, q: Tensor, k: Tens
         return None
     for mask in masks:
         if mask.dtype != torch.bool and not mask.is_floating_point():
-            raise HalfstepError(
+            raise ArgumentError(
                 f"an attention mask is {mask.dtype}; it must be boolean, or floating-point numbers to add"
             )
     masks = [F.pad(mask, (0, more)) for mask in masks]

@@ -2,10 +2,10 @@
 
 What cannot run is refused. What is not worth it stays wide, if a rule says `measured` (core.choice.layers).
 
-**A head of somebody's model** is a linear layer with as many outputs as an embedding has rows. Compiled code may
-compute its loss with it (losses.py), and rounds the gradient of the logits stochastically there. This is timed,
-and the loss has casts of its own. Without its loss a head stays wide: if that is computed outside of the model,
-the gradient would be rounded to the nearest, which costs loss (fp8/loss.py).
+**The head of a third-party model** is a linear layer with as many outputs as an embedding has rows. Compiled code
+may compute its loss with it (plain.py), and rounds the gradient of the logits stochastically there. This is
+timed, and the loss has casts of its own. Without its loss a head stays wide: if that is computed outside of the
+model, the gradient would be rounded to the nearest, which costs loss (loss/fp8.py).
 """
 
 import time
@@ -16,24 +16,25 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from halfstep.core.arrays.ladder import Clock
 from halfstep.core.choice.layers import Measured, Timer, measure_layers, narrow_formats, not_measured
-from halfstep.core.errors import PolicyError
+from halfstep.core.errors import DelayedScaleError, PolicyFitError, UnsupportedRoleError
 from halfstep.core.formats import E4M3, Format
-from halfstep.core.ladder import Clock
 from halfstep.core.precision import Precision
 from halfstep.core.refusal import EMULATE
 from halfstep.core.roles import Param, is_narrow
-from halfstep.torch import losses
 from halfstep.torch.convert.attention import MultiheadAttention
+from halfstep.torch.convert.functions import narrow_logits
 from halfstep.torch.convert.plan import Plan, matmuls
-from halfstep.torch.dtypes import ROWS_INTO_FP32, dtype_of, product_failure
 from halfstep.torch.fp8.delayed import Amaxes
 from halfstep.torch.fp8.linear import MULTIPLE
-from halfstep.torch.functions import widened
 from halfstep.torch.layers import CastedLinear, Matmul, casts_of
+from halfstep.torch.loss import plain as losses
 from halfstep.torch.measure import LayerWork, time_layer_once
-from halfstep.torch.memory import ran_out
 from halfstep.torch.model import Head
+from halfstep.torch.numerics.dtypes import ROWS_INTO_FP32, dtype_of, product_failure
+from halfstep.torch.numerics.memory import is_out_of_memory
+from halfstep.torch.numerics.record import update_record
 
 OF_LOSS = ":loss"  # after the name of a head: its loss in compiled code, which is measured apart
 TO_NEAREST = "the gradient of its logits would be rounded to the nearest, which costs loss"
@@ -64,11 +65,11 @@ def check_fast(
     what, hint = "`matmul=fp32:fast`", "leave `fast` out: matmuls sum in fp32"
     reached = [ruled[plan.name] for plan in matmuls(plans) if plan.name in ruled]
     if base.emulate:
-        raise PolicyError(f"{what} is what some hardware does inside, and is not emulated", hint=hint)
+        raise UnsupportedRoleError(f"{what} is what some hardware does inside, and is not emulated", hint=hint)
     if not any(precision.matmul.fast and is_narrow(precision.operand.format) for precision in reached):
-        raise PolicyError(f"{what} is for forward matmuls of fp8 operands, and there are none", hint=hint)
+        raise UnsupportedRoleError(f"{what} is for forward matmuls of fp8 operands, and there are none", hint=hint)
     if device.type != "cuda":
-        raise PolicyError(f"{what} is how NVIDIA's kernels may sum, and this is {device}", hint=hint)
+        raise UnsupportedRoleError(f"{what} is how NVIDIA's kernels may sum, and this is {device}", hint=hint)
 
 
 def measure_all(
@@ -92,26 +93,25 @@ def measure_all(
         return None
     if all(precision.emulate for precision in layers.values()):
         return not_measured(len(layers))
-    works = {p.name: _works(p, held, tokens, compiled, chunks, precision) for p, precision in layers.items()}
+    works = {p.name: _layer_works(p, held, tokens, compiled, chunks, precision) for p, precision in layers.items()}
     keys = {p.name: [(work, precision) for work in works[p.name]] for p, precision in layers.items()}
     heads = {p.name: precision for p, precision in layers.items() if _is_head(p, plans, precision)}
     for name in heads:
         alone = keys.pop(name)
         if compiled:
             keys[name + OF_LOSS] = [(replace(work, loss=chunks), precision) for work, precision in alone]
-    measured = measure_layers(keys, timer, ran_out, clock)
+    measured = measure_layers(keys, timer, is_out_of_memory, clock)
     notes = {name: f"{note}, with its loss" for name, note in measured.notes.items() if keys[name][0][0].loss}
     notes |= {name: f"in {narrow_formats(p)} {TO_NEAREST}" for name, p in heads.items()}
     narrow = {**measured.narrow, **dict.fromkeys(heads, False)}
     return replace(measured, narrow=narrow, notes={**measured.notes, **notes})
 
 
-def give_losses(model: nn.Module, ruled: Mapping[str, Precision], measured: Measured | None) -> None:
+def set_loss_casts(model: nn.Module, ruled: Mapping[str, Precision], measured: Measured | None) -> None:
     """Gives each head whose loss was measured apart the casts of that, if it is narrow and the head is not."""
     for name in _heads(measured):
-        model.get_submodule(name).__dict__["halfstep_loss_casts"] = (
-            casts_of(ruled[name]) if _has_narrow_loss(measured, name) else None
-        )
+        narrow = casts_of(ruled[name]) if _has_narrow_loss(measured, name) else None
+        update_record(model.get_submodule(name), loss_casts=narrow)
 
 
 def notes_of(measured: Measured | None, ruled: Mapping[str, Precision]) -> dict[str, str]:
@@ -129,7 +129,7 @@ def notes_of(measured: Measured | None, ruled: Mapping[str, Precision]) -> dict[
 
 def uses_history(module: Matmul) -> bool:
     """Whether a layer, or its loss, has delayed operands."""
-    of_loss = module.halfstep_loss_casts
+    of_loss = module.halfstep.loss_casts
     return module.precision.delayed or (of_loss is not None and of_loss.delayed)
 
 
@@ -147,10 +147,10 @@ def _is_head(plan: Plan, plans: Sequence[Plan], precision: Precision) -> bool:
     if not issubclass(cast(type, plan.kind), CastedLinear):
         return False
     tables = {other.module.num_embeddings for other in plans if isinstance(other.module, nn.Embedding)}
-    if not any(outputs in tables and outputs >= widened.LARGE for _, outputs in _sizes(plan)):
+    if not any(outputs in tables and outputs >= narrow_logits.LARGE for _, outputs in _sizes(plan)):
         return False
     casts = casts_of(precision)
-    return not losses.why_not(cast(Tensor, plan.module.weight), casts.compute, casts)
+    return not losses.why_no_kernel(cast(Tensor, plan.module.weight), casts.compute, casts)
 
 
 def add_histories(plans: Sequence[Plan], ruled: Mapping[str, Precision], device: torch.device) -> Amaxes | None:
@@ -160,11 +160,11 @@ def add_histories(plans: Sequence[Plan], ruled: Mapping[str, Precision], device:
         return None
     amaxes = Amaxes([plan.name for plan in layers], device)
     for plan in layers:
-        plan.module.__dict__["halfstep_history"] = amaxes.layers[plan.name]
+        update_record(plan.module, history=amaxes.layers[plan.name])
     return amaxes
 
 
-def learn_rows(device: torch.device) -> None:
+def try_row_scales(device: torch.device) -> None:
     """Tries whether products with one scale per row have a kernel into fp32, before code is compiled."""
     if device.type not in ROWS_INTO_FP32:
         ROWS_INTO_FP32[device.type] = not product_failure(E4M3, E4M3, device, rows=True, dtype=torch.float32)
@@ -174,7 +174,7 @@ def _sizes(plan: Plan) -> list[tuple[int, int]]:
     return cast(type[Matmul], plan.kind).matrix_sizes(cast(Matmul, plan.module))
 
 
-def _works(
+def _layer_works(
     plan: Plan, held: Mapping[Tensor, Param], tokens: int, compiled: bool, chunks: int, precision: Precision
 ) -> list[LayerWork]:
     parameters = list(plan.module.parameters(recurse=False))
@@ -203,7 +203,7 @@ def _pairs(precision: Precision) -> list[tuple[Format, Format, bool, torch.dtype
 
 def _check_pairs(precision: Precision, device: torch.device) -> None:
     for a, b, rows, dtype in _pairs(precision):
-        learn_rows(device)
+        try_row_scales(device)
         if rows and dtype == torch.float32 and not ROWS_INTO_FP32[device.type]:
             rows = False  # its scales are undone after the sum
         failure = product_failure(a, b, device, rows=rows, dtype=dtype)
@@ -211,7 +211,7 @@ def _check_pairs(precision: Precision, device: torch.device) -> None:
             scales = "one scale per row" if rows else "one scale per tensor"
             whole = rows and not product_failure(a, b, device, dtype=dtype)
             runs = "leave out `:row`" if whole else "e4m3 forward and e5m2 or e4m3 backward run where any fp8 does"
-            raise PolicyError(
+            raise UnsupportedRoleError(
                 f"a matmul of {a} and {b} with {scales} cannot run on {device}: {failure}",
                 hint=f"{runs}; or {EMULATE}",
             )
@@ -231,7 +231,7 @@ def _check_sizes(layers: Mapping[Plan, Precision]) -> None:
         more = f" (and {len(others)} more: {', '.join(f'`{name}`' for name in [*bad][1:])})" if others else ""
         wide = next(iter(layers.values())).compute
         rules = "; ".join(f"{name}: compute={wide}" for name in bad)
-        raise PolicyError(
+        raise PolicyFitError(
             f"{first}, an fp8 matmul needs a multiple of {MULTIPLE}{more}",
             hint=f"keep it in {wide} with a rule, `; {rules}`, or pad the layer",
         )
@@ -240,13 +240,13 @@ def _check_sizes(layers: Mapping[Plan, Precision]) -> None:
 def _check_delayed(plan: Plan, precision: Precision) -> None:
     for operand in precision.operands:
         if operand.amax == "delayed" and operand.granularity == "row":
-            raise PolicyError(
+            raise DelayedScaleError(
                 f"`{operand.format}:row:delayed` at `{plan.name}`: a row of activations is a token, and the next "
                 "update has other tokens",
                 hint=f"write `{operand.format}:row`, or `{operand.format}:delayed` with one scale per tensor",
             )
     if precision.delayed and issubclass(cast(type, plan.kind), MultiheadAttention):
-        raise PolicyError(
+        raise DelayedScaleError(
             f"`{plan.name}` projects queries, keys and values, and a delayed amax belongs to one matmul",
             hint=f"use the current amax by a rule, `; {plan.name}: compute=..., grad=...` without `delayed`",
         )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import AlreadyPreparedError, AutocastError
 from halfstep.core.formats import FP32
 from halfstep.core.precision import Precision
 from halfstep.core.roles import Operand
@@ -126,15 +126,19 @@ def refuse_wrapped(model: nn.Module) -> None:
         for base in type(module).__mro__:
             if base.__name__ in WRAPPERS:
                 what, hint = WRAPPERS[base.__name__]
-                raise HalfstepError(f"{which} is {what} already, and keeps the modules as they were", hint=hint)
+                raise AlreadyPreparedError(
+                    f"{which} is {what} already, and keeps the modules as they were", hint=hint
+                )
         if module._compiled_call_impl is not None:
-            raise HalfstepError(f"{which} is compiled already, and keeps the modules as they were", hint=ORDER)
+            raise AlreadyPreparedError(
+                f"{which} is compiled already, and keeps the modules as they were", hint=ORDER
+            )
         if "_original_forward" in module.__dict__:
-            raise HalfstepError(
+            raise AlreadyPreparedError(
                 f"{which} was prepared by Accelerate already: it runs under torch.autocast", hint=_UNWRAP
             )
         if autocast_around(getattr(module, "forward", None)):
-            raise HalfstepError(
+            raise AutocastError(
                 f"the forward of {which.rstrip(',')} is decorated by torch.autocast, which would cast as well",
                 hint="take the decorator off: the modules cast by themselves",
             )
@@ -145,7 +149,7 @@ def refuse_wrapped_optimizer(optimizer: Any) -> None:
     for base in type(optimizer).__mro__:
         if base.__name__ in _OPTIMIZERS:
             whose = _OPTIMIZERS[base.__name__]
-            raise HalfstepError(
+            raise AlreadyPreparedError(
                 f"the optimizer was prepared by {whose} already, which decides when it steps",
                 hint=f"pass the one that was given to {whose}, `optimizer.optimizer`, and hide it from {whose}",
             )

@@ -1,4 +1,4 @@
-"""`prepare(..., memory="lean")`: what the backward pass computes again, in a model that somebody else wrote.
+"""`prepare(..., memory="lean")`: what the backward pass computes again, in a third-party model.
 
     LayerNorm, RMSNorm                     of torch.nn, and modules of other packages that are norms by their names
     gelu, silu, mish, square, pow          wherever the model's own code or a module of torch.nn calls them
@@ -10,21 +10,20 @@ of these reads it. Attention, dropout, relu, softmax, convolutions and others st
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from halfstep.core.errors import HalfstepError
-from halfstep.torch.convert.modules import Leaf
-from halfstep.torch.convert.norms import LayerNorm, RMSNorm
+from halfstep.core.errors import ArgumentError
+from halfstep.torch.convert.functions.mode import PolicyMode, mode_of
+from halfstep.torch.convert.modules import LayerNorm, Leaf, RMSNorm
 from halfstep.torch.convert.plan import Originals
-from halfstep.torch.convert.subclass import mixed
-from halfstep.torch.functions.mode import mode_of
+from halfstep.torch.convert.subclass import put_in_front
 from halfstep.torch.layers import Norm
 from halfstep.torch.model import Decoder
-from halfstep.torch.recompute import again
+from halfstep.torch.numerics.recompute import recompute_in_backward
+from halfstep.torch.numerics.record import EMPTY, record_of, update_record
 
 MEMORY = ("fast", "lean")
 _LIBRARY = "transformers.activations"
@@ -40,8 +39,10 @@ class Recomputed(nn.Module):
         if len(given) != 1 or options or not isinstance(given[0], Tensor):
             return forward(*given, **options)
         if torch.compiler.is_compiling():  # which finds the parameters by itself
-            return again(_without_mode(forward), given[0])
-        return again(_with_parameters(self, _without_mode(forward)), given[0], *self._parameters.values())
+            return recompute_in_backward(_without_mode(forward), given[0])
+        return recompute_in_backward(
+            _with_parameters(self, _without_mode(forward)), given[0], *self._parameters.values()
+        )
 
 
 def _without_mode(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,10 +72,10 @@ def _with_parameters(module: nn.Module, forward: Callable[..., Any]) -> Callable
 def check_memory(memory: Any, model: nn.Module) -> None:
     """Refuses what is no way to use memory, and `lean` for a model in which it would change nothing."""
     if memory not in MEMORY:
-        raise HalfstepError(f'memory is "{memory}"', hint='memory="fast" or memory="lean"')
+        raise ArgumentError(f'memory is "{memory}"', hint='memory="fast" or memory="lean"')
     if memory == "lean" and not any(isinstance(m, _CALLERS) or not _is_of_torch(m) for m in model.modules()):
         kinds = sorted({type(m).__name__ for m in model.modules()})
-        raise HalfstepError(
+        raise ArgumentError(
             f'memory="lean" would change nothing: among {", ".join(kinds)} there is no norm over features, and no '
             "activation function whose result is computed again",
             hint='leave it at memory="fast"; torch.utils.checkpoint runs whole parts of a model again',
@@ -87,21 +88,23 @@ def save_memory(model: nn.Module, originals: Originals) -> tuple[str, ...]:
         return model.save_memory()
     changed = []
     for name, module in model.named_modules():
-        for key in ("halfstep", "halfstep_model"):
-            setting = module.__dict__.get(key)
-            if setting is not None and setting.mode is not None:
-                scope = setting.mode.scope
-                mode = mode_of(scope.casts, leaf=scope.leaf, has_split=scope.has_split, lean=True)
-                module.__dict__[key] = replace(setting, mode=mode)
+        record = record_of(module)
+        if record is not EMPTY:
+            update_record(module, mode=_lean(record.mode), model_mode=_lean(record.model_mode))
         if isinstance(module, Norm | LayerNorm | RMSNorm):
-            module.halfstep_recomputed = True
+            update_record(module, recomputed=True)
         elif _is_norm(module) or type(module).__module__ == _LIBRARY:
             originals.append((module, type(module), {}))
-            module.__class__ = cast(Any, mixed)(Recomputed, type(module))
+            module.__class__ = cast(Any, put_in_front)(Recomputed, type(module))
         else:
             continue
         changed.append(name)
     return tuple(changed)
+
+
+def _lean(mode: PolicyMode | None) -> PolicyMode | None:
+    """Returns the mode under which cheap results are computed again."""
+    return mode and mode_of(mode.scope.casts, leaf=mode.scope.leaf, has_split=mode.scope.has_split, lean=True)
 
 
 def _is_of_torch(module: nn.Module) -> bool:

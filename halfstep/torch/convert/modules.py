@@ -4,10 +4,10 @@
 Parameters, buffers, hooks and children stay, and `isinstance` holds. There are five kinds of class:
 
     Convolution, Embedding, ...      each for one class of torch.nn; layers like those of layers.py
-                                     (norms are in norms.py, attention is in attention.py)
+                                     and norms; attention is in attention.py
     Island                           a softmax, a loss: torch's own forward, in the format of a role
     Leaf                             any other module that holds parameters: its own forward, in fp32
-    Code                             others' modules that hold none: their own forward, with the function mode on
+    Code                             third-party modules without any: their own forward, in the function mode
     Root                             the model itself, for what it returns
 
 No kernel of torch sums the weight gradients of a convolution or a recurrent layer into fp32: they are rounded to
@@ -15,7 +15,6 @@ compute once, after the sum, then widened. Everywhere else a weight gradient is 
 """
 
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,13 +22,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.torch.convert.attention import MultiheadAttention
-from halfstep.torch.convert.norms import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
-from halfstep.torch.functions.entry import mapped, tensors_of
-from halfstep.torch.functions.mode import PolicyMode, within
-from halfstep.torch.functions.output import keep_narrow
-from halfstep.torch.functions.widened import wide_of
-from halfstep.torch.layers import CastedLinear, Layer, Matmul, embedding, linear
-from halfstep.torch.lowering import Casts, bypass_mode, check_autocast, enter, island, leave, owned, rounded
+from halfstep.torch.convert.functions.entry import map_tensors, tensors_of
+from halfstep.torch.convert.functions.mode import run_in_mode
+from halfstep.torch.convert.functions.narrow_logits import keep_narrow, to_fp32
+from halfstep.torch.layers import CastedLinear, Layer, Matmul, embedding, layer_norm, linear, rms_norm
+from halfstep.torch.numerics.lowering import (
+    bypass_mode,
+    check_autocast,
+    exit_island,
+    island,
+    island_parameter,
+    round_to_compute,
+    to_compute,
+    with_weight_grad_format,
+)
+from halfstep.torch.numerics.recompute import recompute_in_backward
+from halfstep.torch.numerics.record import ModuleRecord
 
 _KERNEL = "no kernel sums a gradient of halves into fp32"
 
@@ -42,7 +50,7 @@ class TransposedLinear(Matmul):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the layer's output."""
-        weight, history, watched = self.weight, self.halfstep_history, bool(self._forward_hooks)
+        weight, history, watched = self.weight, self.halfstep.history, bool(self._forward_hooks)
         return linear(x, weight, self.bias, self.casts, transposed=True, history=history, watched=watched)
 
     def matrix_sizes(self) -> list[tuple[int, int]]:
@@ -59,7 +67,7 @@ class Convolution(Layer):
     @bypass_mode
     def forward(self, x: Tensor) -> Tensor:
         """Returns the layer's output."""
-        return rounded(self._conv_forward(enter(x, self.casts), *_operands(self)), self.casts)
+        return round_to_compute(self._conv_forward(to_compute(x, self.casts), *_operands(self)), self.casts)
 
 
 class Transposed(Convolution):
@@ -73,9 +81,9 @@ class Transposed(Convolution):
         sizes = (self.stride, self.padding, self.kernel_size, dims, self.dilation)
         padding = self._output_padding(x, output_size, *sizes)
         weight, bias = _operands(self)
-        x = enter(x, self.casts)
+        x = to_compute(x, self.casts)
         y = convolve(x, weight, bias, self.stride, self.padding, padding, self.groups, self.dilation)
-        return rounded(y, self.casts)
+        return round_to_compute(y, self.casts)
 
 
 class Embedding(Layer):
@@ -107,12 +115,12 @@ class EmbeddingBag(Embedding):
         self, index: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
         """Returns the sum, mean or maximum of each bag."""
-        table = owned(self.weight, self.casts)
+        table = with_weight_grad_format(self.weight, self.casts)
         if per_sample_weights is not None:
             per_sample_weights = per_sample_weights.to(table.dtype)
         norm = (self.max_norm, self.norm_type, self.scale_grad_by_freq)
         rest = (per_sample_weights, self.include_last_offset, self.padding_idx)
-        return enter(F.embedding_bag(index, table, offsets, *norm, self.mode, self.sparse, *rest), self.casts)
+        return to_compute(F.embedding_bag(index, table, offsets, *norm, self.mode, self.sparse, *rest), self.casts)
 
 
 class Recurrent(Layer):
@@ -126,15 +134,104 @@ class Recurrent(Layer):
     def forward(self, x: Any, hx: Any = None) -> Any:
         """Returns the outputs, and the last state."""
         casts, held = self.casts, list(self._flat_weights)
-        self._flat_weights = [enter(owned(w, casts), casts) for w in held]
+        self._flat_weights = [to_compute(with_weight_grad_format(w, casts), casts) for w in held]
         try:
             with warnings.catch_warnings():
                 # They are packed at each call, as under autocast; flatten_parameters would not help.
                 warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
-                y = super().forward(*mapped(lambda t: enter(t, casts), (x, hx)))
-                return mapped(lambda t: enter(t, casts), y)
+                y = super().forward(*map_tensors(lambda t: to_compute(t, casts), (x, hx)))
+                return map_tensors(lambda t: to_compute(t, casts), y)
         finally:
             self._flat_weights = held
+
+
+class Normalization(Layer):
+    """What norms share."""
+
+    shown = "{p.norm} inside, {p.compute} out"
+    whole_reason = "gains and biases are never split"
+
+
+class LayerNorm(Normalization):
+    """`nn.LayerNorm` as an island."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the normalized input."""
+        casts, eps, dims = self.casts, self.eps, len(self.normalized_shape)
+        if self.halfstep.recomputed:
+            return recompute_in_backward(
+                lambda x, g, b: layer_norm(x, g, b, casts, eps, dims=dims), x, self.weight, self.bias
+            )
+        return layer_norm(x, self.weight, self.bias, casts, eps, dims=dims)
+
+
+class RMSNorm(Normalization):
+    """`nn.RMSNorm` as an island."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the normalized input."""
+        casts, eps, dims = self.casts, self.eps, len(self.normalized_shape)
+        if self.halfstep.recomputed:
+            return recompute_in_backward(lambda x, g: rms_norm(x, g, casts, eps, dims=dims), x, self.weight)
+        return rms_norm(x, self.weight, casts, eps, dims=dims)
+
+
+class GroupNorm(Normalization):
+    """`nn.GroupNorm` as an island."""
+
+    @bypass_mode
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the normalized input."""
+        y = F.group_norm(island(x, "norm", self.casts), self.num_groups, *_gains(self), self.eps)
+        return exit_island(y, "norm", self.casts)
+
+
+class BatchNorm(Normalization):
+    """`nn.BatchNorm1d`, `2d`, `3d` as an island; running statistics are fp32."""
+
+    @bypass_mode
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the normalized input; in training, moves the running statistics towards those of the batch."""
+        self._check_input_dim(x)
+        tracked = self.training and self.track_running_stats
+        factor = 0.0 if self.momentum is None else self.momentum
+        if tracked and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1.0 / float(self.num_batches_tracked)
+        of_batch = self.training or self.running_mean is None
+        mean, variance = (self.running_mean, self.running_var) if tracked or not self.training else (None, None)
+        x, (gain, bias) = island(x, "norm", self.casts), _wide_gains(self)
+        return exit_island(
+            F.batch_norm(x, mean, variance, gain, bias, of_batch, factor, self.eps), "norm", self.casts
+        )
+
+
+class InstanceNorm(Normalization):
+    """`nn.InstanceNorm1d`, `2d`, `3d` as an island; running statistics are fp32."""
+
+    @bypass_mode
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the normalized input."""
+        return exit_island(super().forward(island(x, "norm", self.casts)), "norm", self.casts)
+
+    def _apply_instance_norm(self, x: Tensor) -> Tensor:
+        of_instance = self.training or not self.track_running_stats
+        momentum = 0.0 if self.momentum is None else self.momentum
+        gain, bias = _wide_gains(self)
+        return F.instance_norm(x, self.running_mean, self.running_var, gain, bias, of_instance, momentum, self.eps)
+
+
+def _gains(module: Any) -> tuple[Any, Any]:
+    return island_parameter(module.weight, "norm", module.casts), island_parameter(
+        module.bias, "norm", module.casts
+    )
+
+
+def _wide_gains(module: Any) -> tuple[Any, Any]:
+    """Returns them in fp32: torch wants the dtype of the running statistics."""
+    gain, bias = _gains(module)
+    return None if gain is None else gain.float(), None if bias is None else bias.float()
 
 
 # The class that goes in front of a class of torch.nn.
@@ -168,32 +265,19 @@ ISLANDS: dict[type, str] = {
 }
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What `Island`, `Leaf`, `Code` and `Root` know about the module they are in front of."""
-
-    casts: Casts
-    role: str  # of an island; empty elsewhere
-    widen: bool  # a leaf with fp32 parameters, which many torch functions refuse to combine with anything narrower
-    mode: PolicyMode | None = None  # for the functions that its own code calls
-
-    def __deepcopy__(self, _: Any) -> "Setting":
-        return self
-
-
 class Island(nn.Module):
     """Torch's own forward in the format of a role; a norm or a softmax returns compute, a loss the loss format."""
 
-    halfstep: Setting
+    halfstep: ModuleRecord
 
     @bypass_mode
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the module's output."""
         casts, role = self.halfstep.casts, self.halfstep.role
         # fp32 with numbers of the role's format: class weights and running statistics are fp32.
-        args, kwargs = mapped(lambda x: island(x, role, casts).float(), (args, kwargs))
-        out = island if role == "loss" else leave
-        return mapped(lambda y: out(y, role, casts), super().forward(*args, **kwargs))
+        args, kwargs = map_tensors(lambda x: island(x, role, casts).float(), (args, kwargs))
+        out = island if role == "loss" else exit_island
+        return map_tensors(lambda y: out(y, role, casts), super().forward(*args, **kwargs))
 
     def extra_repr(self) -> str:
         """Adds the formats inside and out."""
@@ -204,17 +288,17 @@ class Island(nn.Module):
 
 
 class Leaf(nn.Module):
-    """Somebody's own forward, in the dtype of its parameters; results are in compute, but for scalars (a loss)."""
+    """A third-party forward, in the dtype of its parameters; results are in compute, except scalars (a loss)."""
 
-    halfstep: Setting
+    halfstep: ModuleRecord
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the module's output."""
-        setting = self.halfstep
-        if setting.widen:
-            args, kwargs = mapped(lambda x: wide_of(x).to(torch.float32), (args, kwargs))
-        y = within(setting.mode, super().forward, args, kwargs)
-        return mapped(lambda y: enter(y, setting.casts) if y.dim() else y, y)
+        record = self.halfstep
+        if record.widen:
+            args, kwargs = map_tensors(lambda x: to_fp32(x).to(torch.float32), (args, kwargs))
+        y = run_in_mode(record.mode, super().forward, args, kwargs)
+        return map_tensors(lambda y: to_compute(y, record.casts) if y.dim() else y, y)
 
     def extra_repr(self) -> str:
         """Adds the format of its output."""
@@ -231,31 +315,31 @@ class Recipe(Leaf):
 
 
 class Code(nn.Module):
-    """Somebody's own forward, between modules: the functions it calls are reached."""
+    """A third-party forward between modules: the policy covers the functions that it calls."""
 
-    halfstep: Setting
+    halfstep: ModuleRecord
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the module's output."""
-        return within(self.halfstep.mode, super().forward, args, kwargs)
+        return run_in_mode(self.halfstep.mode, super().forward, args, kwargs)
 
 
 class Root(nn.Module):
     """The model itself: it returns the loss format, but scalars as they are: a narrow loss must not look wide.
 
-    If one of them is its loss, the rest stays in compute until somebody computes with it (functions/output.py).
+    If one of them is its loss, the rest stays in compute until something is computed with it (narrow_logits.py).
     """
 
-    halfstep_model: Setting
+    halfstep: ModuleRecord
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's output."""
         check_autocast()
-        setting = self.halfstep_model
-        y, casts = within(setting.mode, super().forward, args, kwargs), setting.casts
+        record = self.halfstep
+        y, casts = run_in_mode(record.model_mode, super().forward, args, kwargs), record.model_casts
         if casts.loss is torch.float32 and not casts.emulate and _has_loss(y):
-            return mapped(lambda y: keep_narrow(wide_of(y)), y)
-        return mapped(lambda y: island(wide_of(y), "loss", casts) if y.dim() else y, y)
+            return map_tensors(lambda y: keep_narrow(to_fp32(y)), y)
+        return map_tensors(lambda y: island(to_fp32(y), "loss", casts) if y.dim() else y, y)
 
 
 def _has_loss(y: Any) -> bool:
@@ -265,5 +349,5 @@ def _has_loss(y: Any) -> bool:
 
 def _operands(module: Any) -> tuple[Tensor, Tensor | None]:
     casts, bias = module.casts, module.bias
-    weight = enter(owned(module.weight, casts), casts)
-    return weight, None if bias is None else enter(owned(bias, casts), casts)
+    weight = to_compute(with_weight_grad_format(module.weight, casts), casts)
+    return weight, None if bias is None else to_compute(with_weight_grad_format(bias, casts), casts)

@@ -12,40 +12,42 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from halfstep.core.errors import HalfstepError, PolicyError
+from halfstep.core.errors import AlreadyPreparedError, ParallelError, PolicyFitError, UnsupportedModelError
 from halfstep.core.formats import FP32
 from halfstep.core.precision import Precision
 from halfstep.core.roles import Param, is_narrow, print_value
 from halfstep.torch.convert import known_packages, modules
 from halfstep.torch.convert.attention import MultiheadAttention
-from halfstep.torch.convert.causal import CausalRoot
-from halfstep.torch.convert.modules import ISLANDS, KINDS, Code, Experts, Island, Leaf, Recipe, Root, Setting
-from halfstep.torch.convert.norms import BatchNorm, InstanceNorm, Normalization
-from halfstep.torch.convert.subclass import mixed, with_forward
-from halfstep.torch.functions.custom import reach_custom_functions
-from halfstep.torch.functions.losses import default_loss, reach_losses
-from halfstep.torch.functions.mode import PolicyMode, mode_of
-from halfstep.torch.functions.table import learn
+from halfstep.torch.convert.functions.custom import reach_custom_functions
+from halfstep.torch.convert.functions.mode import PolicyMode, mode_of
+from halfstep.torch.convert.functions.table import add_hugging_face_operations
+from halfstep.torch.convert.hugging_face import CausalRoot, default_loss, reach_losses
+from halfstep.torch.convert.modules import (
+    ISLANDS,
+    KINDS,
+    BatchNorm,
+    Code,
+    Experts,
+    InstanceNorm,
+    Island,
+    Leaf,
+    Normalization,
+    Recipe,
+    Root,
+)
+from halfstep.torch.convert.subclass import put_in_front, with_forward
 from halfstep.torch.layers import Layer, Matmul, Norm, casts_of
-from halfstep.torch.lowering import Casts, check_autocast
-from halfstep.torch.shards import is_shard
-from halfstep.torch.split.operand import is_split
+from halfstep.torch.numerics.lowering import Casts, check_autocast
+from halfstep.torch.numerics.record import record_of, update_record
+from halfstep.torch.numerics.shards import is_shard
+from halfstep.torch.numerics.split.operand import is_split
 
 # Attributes that make torch use its kernels for inference, and the value that does not.
 _FAST_PATHS: dict[type, tuple[str, Any]] = {
     nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
     nn.TransformerEncoder: ("use_nested_tensor", False),
 }
-# Attributes that conversion sets, and those that it overwrites; none is a parameter or a buffer.
-_GIVEN = (
-    "halfstep",
-    "halfstep_model",
-    "halfstep_remainders",
-    "halfstep_history",
-    "halfstep_loss_casts",
-    "halfstep_prepared",
-    "halfstep_recomputed",
-)
+# Attributes that conversion overwrites; none is a parameter or a buffer.
 _KEPT = ("casts", "forward", "_loss_function", *(name for name, _ in _FAST_PATHS.values()))
 _IN_RECIPE = "part of a layer with a recipe of its own"
 WHOLE, TABLES, NORMS = Param(FP32), (nn.Embedding, nn.EmbeddingBag), (Norm, Normalization)
@@ -120,12 +122,12 @@ def convert(
 ) -> Originals:
     """Gives each module the class that casts; its parameters must be held in their final form already.
 
-    `causal` says that some of its attention has the implementation of causal.py.
+    `causal` says that some of its attention has the implementation of hugging_face.py.
     """
     originals: Originals = []
     root = CausalRoot if causal else Root
     has_split = any(is_split(p) for p in model.parameters())
-    learn()
+    add_hugging_face_operations()
     reach_custom_functions()
     reach_losses(model)
     for plan in plans:
@@ -144,13 +146,13 @@ def convert(
         ours = plan.kind is type(module)
         for front in [] if ours else [plan.kind, root if module is model else None]:
             if front is not None:
-                module.__class__ = cast(Any, mixed)(front, type(module))
-        give(module, precision, base, plan.role, has_split)
-    model.__dict__["halfstep_prepared"] = True
+                module.__class__ = cast(Any, put_in_front)(front, type(module))
+        set_module_precision(module, precision, base, plan.role, has_split)
+    update_record(model, prepared=True)
     return originals
 
 
-def give(
+def set_module_precision(
     module: nn.Module,
     precision: Precision,
     base: Precision,
@@ -159,28 +161,28 @@ def give(
 ) -> bool:
     """Gives a module that casts its precision; returns whether it has one. What is None stays as it was."""
     if isinstance(module, Root):
-        casts, before = casts_of(base), module.__dict__.get("halfstep_model")
-        module.halfstep_model = Setting(casts, "", False, _mode(casts, before, has_split))
+        casts = casts_of(base)
+        update_record(module, model_casts=casts, model_mode=_mode(casts, record_of(module).model_mode, has_split))
     if isinstance(module, Layer):
         module.precision = precision
-        if "halfstep_loss_casts" in module.__dict__:
-            module.__dict__["halfstep_loss_casts"] = None  # until fp8_choice.give_losses
+        if module.halfstep.loss_casts is not None:
+            update_record(module, loss_casts=None)  # until fp8_choice.give_losses
     elif isinstance(module, Island | Leaf | Code):
-        before, casts = module.__dict__.get("halfstep"), casts_of(precision)
+        before, casts = record_of(module), casts_of(precision)
         held = [*module.parameters(recurse=False)]
         wide = not isinstance(module, Experts) and any(p.dtype == torch.float32 for p in held)
-        mode = _mode(casts, before, has_split, wide)
+        mode = _mode(casts, before.mode, has_split, wide)
         small = wide and all(p.dim() < 2 for p in held) and not any(module.children())
         unreached = isinstance(module, Recipe | Island) or small
-        role = before.role if role is None and before is not None else role or ""
-        module.halfstep = Setting(casts, role, wide, None if unreached else mode)
+        role = before.role if role is None else role
+        update_record(module, casts=casts, role=role, widen=wide, mode=None if unreached else mode)
     return isinstance(module, Layer | Island | Leaf)
 
 
-def _mode(casts: Casts, before: Setting | None, has_split: bool | None, leaf: bool = False) -> PolicyMode:
+def _mode(casts: Casts, before: PolicyMode | None, has_split: bool | None, leaf: bool = False) -> PolicyMode:
     if has_split is None:
-        has_split = before is not None and before.mode is not None and before.mode.scope.has_split
-    lean = before is not None and before.mode is not None and before.mode.scope.lean
+        has_split = before is not None and before.has_split
+    lean = before is not None and before.lean
     return mode_of(casts, leaf=leaf, has_split=has_split, lean=lean)
 
 
@@ -188,25 +190,31 @@ def restore_all(originals: Originals) -> None:
     """Gives every module its own class and attributes back."""
     for module, original, saved in reversed(originals):
         module.__class__ = original
-        for name in (*_GIVEN, *_KEPT):
+        for name in ("halfstep", *_KEPT):
             module.__dict__.pop(name, None)
         module.__dict__.update(saved)
 
 
-def check_model(model: nn.Module, *, empty: bool = False) -> None:
-    """Refuses a model that is not as it was built, or that no policy fits; one without numbers unless `empty`."""
+def check_type(model: object) -> None:
+    """Refuses what is not a model."""
     if not isinstance(model, nn.Module):
         hint = "prepare(model, optimizer, policy) takes the model itself, not its forward or its parameters"
-        raise HalfstepError(f"`{type(model).__name__}` was given as the model, not an nn.Module", hint=hint)
+        raise UnsupportedModelError(
+            f"`{type(model).__name__}` was given as the model, not an nn.Module", hint=hint
+        )
+
+
+def check_model(model: nn.Module, *, empty: bool = False) -> None:
+    """Refuses a model that is not as it was built, or that no policy fits; one without numbers unless `empty`."""
     check_autocast()
     for name, module in model.named_modules():
         what = f"`{name}`" if name else f"the model, a {type(module).__name__},"
-        if hasattr(type(module), "halfstep_subclass") or "halfstep_prepared" in module.__dict__:
-            raise HalfstepError(
+        if hasattr(type(module), "halfstep_subclass") or record_of(module).prepared:
+            raise AlreadyPreparedError(
                 f"{what} has a policy already", hint="run.unprepare() gives the model back as it was built"
             )
         if isinstance(module, torch.jit.ScriptModule):
-            raise HalfstepError(
+            raise UnsupportedModelError(
                 f"{what} is a TorchScript module, which has no Python forward that could cast",
                 hint="prepare the module that was scripted",
             )
@@ -223,7 +231,7 @@ def check_kernels(plans: list[Plan], ruled: Mapping[str, Precision], base: Preci
             device = next(plan.module.parameters()).device
             failure = _try_recurrent(_base_of(plan.module), casts_of(precision).compute, device)
             if failure:
-                raise PolicyError(
+                raise PolicyFitError(
                     f"`{plan.name}`: torch has no {type(plan.module).__name__} in {precision.compute} on {device} "
                     f"({failure})",
                     hint=f"keep it in fp32 with a rule, `{plan.name}: compute=fp32`",
@@ -241,7 +249,7 @@ def check_held(plans: Sequence[Plan], held: Mapping[Tensor, Param]) -> None:
             why = "max_norm renormalizes its rows in place, which would round them at each use"
         if names and why:
             param = print_value(held[plan.module.get_parameter(names[0])])
-            raise PolicyError(
+            raise PolicyFitError(
                 f"`{plan.name}`, a {type(plan.module).__name__}, cannot have param={param}: {why}",
                 hint=f"keep it whole with a rule, `{plan.name}: param=fp32,grad_weight=fp32`",
             )
@@ -360,29 +368,29 @@ def widen_statistics(plans: Sequence[Plan]) -> list[str]:
 
 def _check_parameter(name: str, parameter: Tensor, *, empty: bool) -> None:
     if isinstance(parameter, nn.parameter.UninitializedParameter):
-        raise HalfstepError(
+        raise UnsupportedModelError(
             f"`{name}` has no shape yet", hint="run the model once, which lazy modules need, then prepare it"
         )
     if is_shard(parameter.data):
-        raise HalfstepError(
+        raise ParallelError(
             f"`{name}` is a DTensor already, as of parallelize_module: tensor parallelism is not implemented",
             hint=f"shard by fully_shard alone; {known_packages.SHARD_ORDER}",
         )
     if parameter.is_meta and not empty:
-        raise HalfstepError(
+        raise UnsupportedModelError(
             f"`{name}` is on the meta device and has no numbers",
             hint="load the weights first, then prepare; or prepare(model, policy), shard it, model.to_empty(...), "
             "load the weights, and run.attach(optimizers)",
         )
     if parameter.requires_grad and type(parameter.data) is not Tensor:
         kind = type(parameter.data).__name__
-        raise HalfstepError(
+        raise UnsupportedModelError(
             f"`{name}` is trained, and its class {kind} rounds by its own rules",
             hint="freeze it with requires_grad_(False) and train adapters, or prepare the model before it is "
             "quantized",
         )
     if parameter.requires_grad and parameter.dtype == torch.float64:
-        raise HalfstepError(
+        raise UnsupportedModelError(
             f"`{name}` is float64, and no policy has a format for that",
             hint="make it float32 with model.float(), or freeze it with requires_grad_(False)",
         )

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from halfstep.core.errors import HalfstepError
-from halfstep.torch.split.operand import is_split
+from halfstep.torch.numerics.split.operand import is_split
 
 
 class UnpicklableError(HalfstepError, TypeError):
-    """A module of a subclass made here; also a TypeError, like every failed pickle."""
+    """A prepared module cannot be pickled; also a TypeError, like every failed pickle."""
 
 
 class _ByReference:
@@ -44,17 +44,19 @@ class _ByReference:
         )
 
 
-def _new(reference: _ByReference) -> Any:
+def _new_instance(reference: _ByReference) -> Any:
     return object.__new__(reference.subclass)
 
 
 @cache
-def mixed(kind: Any, original: Any) -> type:
+def put_in_front(kind: Any, original: Any) -> type:
     """Returns a class with `kind` in front of a module's own class, whose name and signature it keeps."""
 
     def reduced(self: Any, protocol: Any) -> Any:
         how, args, *state = original.__reduce_ex__(self, max(protocol, 2))
-        return (_new, (_ByReference(type(self)),), *state) if how is copyreg.__newobj__ else (how, args, *state)  # type: ignore[attr-defined]
+        if how is copyreg.__newobj__:  # type: ignore[attr-defined]
+            return _new_instance, (_ByReference(type(self)),), *state
+        return how, args, *state
 
     def built(cls: Any, *args: Any, **kwargs: Any) -> Any:
         # A copy is made by `cls.__new__(cls)`; `type(module)(...)` builds a module that no policy was applied to.

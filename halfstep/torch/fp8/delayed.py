@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.core.cast_constants import HISTORY
+from halfstep.core.arrays.cast import HISTORY
 
 OPERANDS = 3
 

@@ -43,16 +43,23 @@ from torch import Tensor
 from halfstep.core.formats import FP32, Format
 from halfstep.core.refusal import NARROW_ONCE
 from halfstep.core.roles import Operand, is_narrow
-from halfstep.torch.cast import amax_of, carried, quantize_scaled
-from halfstep.torch.dtypes import DTYPES, ROWS_INTO_FP32, dtype_of
 from halfstep.torch.fp8.delayed import History
 from halfstep.torch.kernels import has_triton
-from halfstep.torch.lowering import Casts
-from halfstep.torch.matmul import apply_linear, in_compute, matmul, once, refuse_transforms, rows_of
-from halfstep.torch.tracing import compiling, kept_of, traced
+from halfstep.torch.numerics.cast import amax_of, carried, quantize_scaled
+from halfstep.torch.numerics.dtypes import DTYPES, ROWS_INTO_FP32, dtype_of
+from halfstep.torch.numerics.lowering import Casts
+from halfstep.torch.numerics.matmul import (
+    apply_linear,
+    cast_parameter,
+    first_derivative_only,
+    matmul,
+    refuse_transforms,
+    rows_of,
+)
+from halfstep.torch.numerics.provenance import compiling, grad_bits, traced
 
 MULTIPLE = 16  # of elements: what the sizes of a native fp8 matmul must be
-CODES = 2**28  # of a gradient, at most so many exist at a time in each layout
+CODES = 2**28  # the most codes of a gradient that exist at a time, in each layout
 SHARED = "halfstep_codes"  # an attribute of an activation
 TILE = 128  # rows that a matmul's kernels take at a time, or a divisor of that
 
@@ -76,7 +83,7 @@ def narrow_linear(
         return apply_linear(x, values, owner, added, bias, casts.wide)
     refuse_transforms(*NARROW_ONCE)
     past = amaxes_of(history, casts, trained=x.requires_grad or owner.requires_grad)
-    return in_graph(casts.words, x, values, owner, bias, *past, compiling())
+    return narrow_in_graph(casts.words, x, values, owner, bias, *past, compiling())
 
 
 def amaxes_of(history: History | None, casts: Casts, *, trained: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -86,23 +93,23 @@ def amaxes_of(history: History | None, casts: Casts, *, trained: bool) -> tuple[
     return history.amaxes, history.probe if trained else history.probe.detach()  # no backward pass will come
 
 
-NAMED: dict[str, Casts] = {}
+CASTS_BY_NAME: dict[str, Casts] = {}
 """By the precision in words, which is all that graphs and custom operations know of it (`layers.casts_of`)."""
 
 
-def in_graph(words: str, *given: Any) -> Tensor:
+def narrow_in_graph(words: str, *given: Any) -> Tensor:
     """The three matmuls as one function for dynamo's graph: to interpret it in every layer takes long."""
-    return Narrow.apply(*given, NAMED[words])  # type: ignore[no-any-return]
+    return Narrow.apply(*given, CASTS_BY_NAME[words])  # type: ignore[no-any-return]
 
 
 _MOVES = "View ReshapeAlias UnsafeView Alias Slice Select Index Squeeze Unsqueeze Transpose Permute Clone"
 _VIEWS = {f"{name}Backward{overload}" for name in _MOVES.split() for overload in (0, 1)}
 
 
-def kept_by_layer(logits: Tensor) -> int:
+def layer_grad_bits(logits: Tensor) -> int:
     """Returns how many bits of mantissa the layer that made logits keeps of their gradient; 0 for all."""
     if torch.compiler.is_compiling():
-        return kept_of(logits)
+        return grad_bits(logits)
     node: Any = logits.grad_fn
     while node is not None and node.name() in _VIEWS:
         node = node.next_functions[0][0]
@@ -200,18 +207,18 @@ class Narrow(torch.autograd.Function):
         with traced(compiled):
             rows = rows_of(x)
             known = shared_codes(x, casts)
-            y, kept = output(padded(rows, casts), values, bias, history, casts, rows.shape[0], known=known)
+            y, kept = output(pad_rows(rows, casts), values, bias, history, casts, rows.shape[0], known=known)
             ctx.save_for_backward(*kept)
         return y.view(*x.shape[:-1], values.shape[0]).detach()  # no view to autograd, as in matmul.py
 
     @staticmethod
-    @once(*NARROW_ONCE)
+    @first_derivative_only(*NARROW_ONCE)
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradient of each input."""
         casts, needs = ctx.casts, ctx.needs_input_grad
         with traced(ctx.compiled):
             rows = rows_of(carried(g, casts.precision.grad) if casts.emulate else g)
-            given = (padded(rows, casts), rows.shape[0], (needs[0], needs[2], needs[3]))
+            given = (pad_rows(rows, casts), rows.shape[0], (needs[0], needs[2], needs[3]))
             dx, dw, db, amaxes = gradients(ctx.saved_tensors, *given, casts, ctx.delayed)
         return dx if dx is None else dx.view(*g.shape[:-1], -1), None, dw, db, None, amaxes, None, None
 
@@ -233,12 +240,12 @@ def output(
     """
     p = casts.precision
     # 1. Operands in compute, and the amax that scales each, from earlier updates if they are delayed.
-    w, past = in_compute(values, casts), None if history is None else history.amax(dim=1)
+    w, past = cast_parameter(values, casts), None if history is None else history.amax(dim=1)
     x_amax, x_now = (amax, amax) if known or amax is not None else _amax(rows, p.operand, past, 0)
     w_amax, w_now = _amax(w, p.operand, past, 1)
     # 2. The casts, and the product.
     a, b = known or lower(rows, p.operand, casts, x_amax), lower(w, p.operand, casts, w_amax)
-    added = None if bias is None else in_compute(bias, casts)
+    added = None if bias is None else cast_parameter(bias, casts)
     y = product(_first(a, tokens), b, p.compute, casts.compute, casts, bias=added, fast=casts.fast)
     # 3. For the backward pass: x as codes, or as it came if it is cast again; scales and amaxes.
     again = _casts_again(values, casts)
@@ -259,7 +266,7 @@ def shared_codes(x: Tensor, casts: Casts) -> Lowered | None:
         return None
     found = x.__dict__.get(SHARED)
     if found is None or found[0] != (operand.format, x._version):
-        found = (operand.format, x._version), lower(padded(rows_of(x), casts), operand, casts)
+        found = (operand.format, x._version), lower(pad_rows(rows_of(x), casts), operand, casts)
         setattr(x, SHARED, found)
     return found[1]  # type: ignore[no-any-return]
 
@@ -322,7 +329,7 @@ def gradients(
 
     # 4. grad_input = g W, some tokens at a time.
     if needs[0]:
-        w = in_compute(values, casts)
+        w = cast_parameter(values, casts)
         b = _transposed(cast_again(w, w_amax), w, p.operand, casts)
         b = b._replace(inv_scale=_times(b.inv_scale, others))
         multiply = partial(product, b=b, out=formats[0], dtype=dtypes[0], casts=casts)
@@ -349,7 +356,7 @@ def _times(x: Any, factor: Tensor | None) -> Any:
 
 
 def _split(rows: Tensor, parts: int) -> Sequence[Tensor]:
-    """Returns about so many parts, each of as many rows as tiles of a matmul have, or several times that."""
+    """Splits rows into about `parts` parts whose row count is a multiple of the matmul tile."""
     return rows.split(-(-rows.shape[0] // (parts * TILE)) * TILE)
 
 
@@ -392,7 +399,7 @@ def transpose_codes(codes: Tensor) -> Tensor:
     Opaque to compilers: inductor writes them byte by byte where it makes the codes, which takes it longer than to
     write them once and to transpose them.
     """
-    return turned(codes, codes.new_empty(codes.shape[1], codes.shape[0]))
+    return write_transpose(codes, codes.new_empty(codes.shape[1], codes.shape[0]))
 
 
 @transpose_codes.register_fake
@@ -400,7 +407,7 @@ def _(codes: Tensor) -> Tensor:
     return codes.new_empty(codes.shape[1], codes.shape[0])
 
 
-def turned(codes: Tensor, out: Tensor) -> Tensor:
+def write_transpose(codes: Tensor, out: Tensor) -> Tensor:
     """Writes the transpose of codes to `out`."""
     if codes.is_cuda and has_triton():
         from halfstep.torch.kernels.transpose import transpose  # needs Triton
@@ -418,7 +425,7 @@ def _first(a: Lowered, rows: int) -> Lowered:
     return Lowered(a.values[:rows], inv_scale)
 
 
-def padded(rows: Tensor, casts: Casts) -> Tensor:
+def pad_rows(rows: Tensor, casts: Casts) -> Tensor:
     """Adds rows of zeros up to the multiple that a native matmul needs to sum over them."""
     missing = -rows.shape[0] % MULTIPLE
     return rows if casts.emulate or not missing else F.pad(rows, (0, 0, 0, missing))

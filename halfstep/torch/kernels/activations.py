@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.core.formats import BF16
-from halfstep.torch.cast import carried
-from halfstep.torch.tracing import compiling, recording, transforming
+from halfstep.torch.numerics.cast import carried
+from halfstep.torch.numerics.provenance import compiling, recording, transforming
 
 TWICE = 2 * math.sqrt(2 / math.pi)
 

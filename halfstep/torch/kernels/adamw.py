@@ -199,7 +199,7 @@ def _chunk(
     if SPLIT:
         his = _pointer(table, PARAMETER, mine, tensors, tl.int16) + at
         los = _pointer(table, REMAINDER, mine, tensors, tl.int16) + at
-        # The master, joined as by halfstep.torch.cast.join.
+        # The master, joined as by halfstep.torch.numerics.cast.join.
         upper = tl.load(his, mask).to(tl.int32) << 16
         lower = tl.load(los, mask).to(tl.int32)
         lower = tl.where((upper & 0x7FFFFFFF) == 0, tl.maximum(lower, 0), lower)
@@ -215,7 +215,7 @@ def _chunk(
     tl.store(firsts, m.to(moment), mask)
     tl.store(seconds, v.to(moment), mask)
     if SPLIT:
-        # Split again as by halfstep.torch.cast.split.
+        # Split again as by halfstep.torch.numerics.cast.split.
         bits = w.to(tl.int32, bitcast=True)
         nan = (bits & 0x7FFFFFFF) > 0x7F800000
         hi = ((bits >> 15) + 1) >> 1

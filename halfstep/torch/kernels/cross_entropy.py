@@ -6,7 +6,7 @@
 
 1. The first loop over a row adds exponentials relative to the target's own: what counts of a row is at most as far
    above it as the loss is large, so the sum stays in fp32, and the warps wait for each other once a row and not
-   once a block. A row whose sum left fp32 is added again, relative to its largest number (`_again`).
+   once a block. A row whose sum left fp32 is added again, relative to its largest number (`_sum_from_largest`).
 2. The second reads the row again, from the cache if all rows that are at work fit there (264 programs, two for
    each multiprocessor, of 50,304 bf16 numbers are 27 MB of an H200's 50 MB), and writes the gradient: over the
    logits, or elsewhere. The next block is read before this one is written: a compiler cannot tell them apart.
@@ -18,7 +18,7 @@ block is whole.
 So the logits cross the memory once, and once more as a gradient: 4 bytes a number. `lses` allow the second loop
 to run later (`gradients`), when the factor of each row is known.
 
-A gradient may also be written as 8-bit codes (fp8/coded_loss.py), 3 bytes a number: rounded to so many bits, times
+A gradient may also be written as 8-bit codes (loss/coded.py), 3 bytes a number: rounded to the bits kept, times
 a scale, then to the format of the codes. They may begin where their row of logits does:
 codes of a block are written after all warps have read it, and end where it does or earlier.
 
@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.core import cast_constants
+from halfstep.core.arrays import cast
 from halfstep.torch.kernels.launch import launch
 from halfstep.torch.kernels.norm import add
 
@@ -52,7 +52,7 @@ ROUNDED = {
 }
 
 
-GOLDEN, FIRST, SECOND = (tl.constexpr(number) for number in (cast_constants.GOLDEN, *cast_constants.MIXERS))
+GOLDEN, FIRST, SECOND = (tl.constexpr(number) for number in (cast.GOLDEN, *cast.MIXERS))
 Terms = tuple[int, float, float, float]  # the target that is ignored, smoothing, cap (0 for none), z_loss
 
 
@@ -164,7 +164,7 @@ def _row(
                     linear += tl.where(column < WIDTH, x, 0.0)
             above = tl.log(tl.reduce(sums, 0, add))
             if not (tl.abs(above) < 80.0):  # fp32 ends at exp(88); a NaN is not below 80 either
-                base, above = _again(xs, cap, WIDTH, BLOCK, CAP)
+                base, above = _sum_from_largest(xs, cap, WIDTH, BLOCK, CAP)
             lse, loss = base + above, base - of_target + above
             if SMOOTHING:
                 loss += smoothing * (of_target - tl.reduce(linear, 0, add) / WIDTH)
@@ -207,7 +207,7 @@ def _row(
 
 
 @triton.jit
-def _again(xs, cap, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr):
+def _sum_from_largest(xs, cap, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr):
     """Returns the largest number of a row, and the logarithm of the sum of exponentials relative to it."""
     top, base = float("-inf"), 0.0
     sums = tl.full((BLOCK,), 0.0, tl.float32)
@@ -259,7 +259,7 @@ def _narrow(
 
 @triton.jit
 def _seed(target, picked, beside):
-    """Mixes the target of a row with the bits of two of its logits (losses.round_stochastically)."""
+    """Mixes the target of a row with the bits of two of its logits (plain.round_stochastically)."""
     bits = picked.to(tl.uint32, bitcast=True) ^ (beside.to(tl.uint32, bitcast=True) >> 16)
     h = bits + target.to(tl.uint32) * GOLDEN
     h = (h ^ (h >> 16)) * FIRST
@@ -269,7 +269,7 @@ def _seed(target, picked, beside):
 
 @triton.jit
 def _stochastic(x, seed, column, KEPT: tl.constexpr):
-    """Rounds to KEPT bits of mantissa, up or down, so that it is x on average (losses.round_stochastically).
+    """Rounds to KEPT bits of mantissa, up or down, so that it is x on average (plain.round_stochastically).
 
     To add the complement of a word makes a carry where the word is below the fraction (core.rounding).
     """

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from halfstep.core.errors import HalfstepError
-from halfstep.torch.dtypes import STANDS_FOR, describe
+from halfstep.core.errors import UnsupportedModelError
 from halfstep.torch.kernels.activations import gelu
+from halfstep.torch.numerics.dtypes import STANDS_FOR, describe
 
 HOPPER = (9, 0)  # older GPUs are not measured
 
@@ -175,7 +175,7 @@ class Plan:
         _call("cublasLtMatmulPreferenceDestroy", preference)
         found = [result.algorithm for result in results[: count.value] if result.state == 0]
         if not found:
-            raise HalfstepError(
+            raise UnsupportedModelError(
                 "cuBLASLt has no matmul with a GELU for the sizes of these layers",
                 hint="report it, please; uncompiled, the model runs without it",
             )

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 _COMPILED: dict[Any, Any] = {}
-# What is called in place of a launch beside a tensor of some device: of meta, while a step is planned.
+# What is called instead of a launch, by type of device: for `meta`, while a step is planned.
 INSTEAD: dict[str, Callable[..., None]] = {}
 
 
 def launch(kernel: Any, key: Any, beside: Tensor, programs: int, *args: Any, **options: Any) -> None:
-    """Launches a kernel of so many programs on the device of a tensor; `args` are its parameters, in their order.
+    """Launches `programs` programs of a kernel on the device of a tensor, with its parameters in order.
 
     What code Triton makes depends on dtypes, on whether an address or an integer is a multiple of 16, and on
     constants and options: `key` must tell apart all that differ from call to call.

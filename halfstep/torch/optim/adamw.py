@@ -23,13 +23,19 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import (
+    ArgumentError,
+    GradientsError,
+    OptimizerParametersError,
+    SplitMasterError,
+    StateError,
+)
 from halfstep.core.formats import FP32, Format, parse
 from halfstep.core.roles import Param, parse_value
-from halfstep.torch.dtypes import dtype_of, format_of
 from halfstep.torch.kernels import reachable
+from halfstep.torch.numerics.dtypes import dtype_of, format_of
+from halfstep.torch.numerics.shards import ShardCast, is_shard, local_parts
 from halfstep.torch.optim.masters import Masters
-from halfstep.torch.shards import ShardCast, is_shard, local
 
 is_sparse: Callable[[Tensor], bool] = Tensor.is_sparse.__get__  # type: ignore[attr-defined]
 # Like torch: tensors, (name, tensor) pairs, or groups with a list of either under "params".
@@ -71,7 +77,7 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         held = _by_name(masters, self.names, lambda text: cast(Param, parse_value("param", text)))
         if any(param.split for param in held.values()):
-            raise HalfstepError(
+            raise SplitMasterError(
                 "split masters need a model that can use them",
                 hint="prepare(model, optimizer, policy) makes them",
             )
@@ -99,7 +105,7 @@ class Optimizer(torch.optim.Optimizer):
         for p, name in zip(group["params"], labels, strict=True):
             if problem := self._problem(p):
                 self.param_groups.pop()
-                raise HalfstepError(f"`{name}` {problem[0]}", hint=problem[1])
+                raise OptimizerParametersError(f"`{name}` {problem[0]}", hint=problem[1])
         self.names |= dict(zip(group["params"], labels, strict=True))
 
     def _problem(self, parameter: Tensor) -> tuple[str, str] | None:
@@ -111,13 +117,13 @@ class Optimizer(torch.optim.Optimizer):
 
     def bind(self, masters: Masters, moments: Mapping[str, Format], compute: Format, *, emulate: bool) -> None:
         """Sets the formats of a policy: how masters and moments are held, and what matmuls compute in."""
-        self._hold(masters, moments)
+        self._set_formats(masters, moments)
 
     def release(self) -> None:
         """Holds everything as before a policy was applied."""
-        self._hold(Masters(self.names), {self.names[p]: fmt for p, fmt in self.given.items()})
+        self._set_formats(Masters(self.names), {self.names[p]: fmt for p, fmt in self.given.items()})
 
-    def _hold(self, masters: Masters, moments: Mapping[str, Format]) -> None:
+    def _set_formats(self, masters: Masters, moments: Mapping[str, Format]) -> None:
         self.masters, self.moments = masters, dict(moments)
         self.names.update({p: masters.names[p] for p in self.names if p in masters.names})
         for p, state in self.state.items():
@@ -145,7 +151,7 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         """Updates by gradients, the parameters' own by default, times `scale`; not at all if `found_inf` is 1."""
         if grads is not None and not isinstance(grads, Mapping):
-            raise HalfstepError(
+            raise ArgumentError(
                 f"step() was given a {type(grads).__name__}; it takes gradients by parameter, or no argument",
                 hint="closures are not evaluated here: compute the gradients first, then call step()",
             )
@@ -181,7 +187,7 @@ class Optimizer(torch.optim.Optimizer):
             for key, value in state_dict["state"].get(index, {}).items():
                 wanted = self._dtype(p) if key in self.slots else value.dtype
                 if value.dtype != wanted:
-                    raise HalfstepError(
+                    raise StateError(
                         f"`{key}` of `{self.names[p]}` is {value.dtype} in the state and {wanted} here",
                         hint=f"write moments={format_of(value.dtype)} in the policy to keep it",
                     )
@@ -191,7 +197,7 @@ class Optimizer(torch.optim.Optimizer):
         """Refuses a gradient that is not dense."""
         for p, name in self.names.items():
             if id(p) in grads and grads[id(p)].is_sparse:
-                raise HalfstepError(
+                raise GradientsError(
                     f"the gradient of `{name}` is sparse, and {type(self).__name__} moves every row",
                     hint="give it to torch.optim.SparseAdam, or create its embedding with sparse=False",
                 )
@@ -258,9 +264,10 @@ class AdamW(Optimizer):
             }
             settings = {"betas": group["betas"], "eps": group["eps"], "decay": group["weight_decay"]}
             given = grads if len(positions) == len(grads) else [grads[i] for i in positions]
-            launch(fitting([*map(local, given)] if rows.sharded else given), **scalars, **settings)
-            for cast_ in filter(None, (rows.casts[i] for i in positions) if rows.casts else ()):
-                cast_.note_written()
+            launch(as_readable(local_parts(given) if rows.sharded else given), **scalars, **settings)
+            for cast_ in [rows.casts[i] for i in positions] if rows.casts else ():
+                if cast_ is not None:
+                    cast_.note_written()
         if rows.others:
             params, states = [rows.params[i] for i in rows.others], [rows.states[i] for i in rows.others]
             rest = [grads[i] for i in rows.others]
@@ -277,7 +284,7 @@ class AdamW(Optimizer):
         found_inf: Tensor | None,
     ) -> None:
         wide, steps = self.masters.wide(params), [state["step"] for state in states]
-        first, second = ([_wide(state[slot]) for state in states] for slot in self.slots)
+        first, second = [_widened(map(itemgetter(slot), states)) for slot in self.slots]
         rule: dict[str, Any] = {
             "lr": self.rate_of(group),
             "weight_decay": group["weight_decay"],
@@ -285,7 +292,7 @@ class AdamW(Optimizer):
         }
         rule |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
         rule |= {"fused": True, "found_inf": found_inf, "amsgrad": False, "maximize": False}
-        adamw(wide, [_wide(g) for g in grads], first, second, [], steps, **rule)
+        adamw(wide, _widened(grads), first, second, [], steps, **rule)
         self.masters.put(params, wide, steps)
         for state, m, v in zip(states, first, second, strict=True):
             if m is not state["exp_avg"]:
@@ -302,7 +309,7 @@ class _Rows:
         self.states = [state[p] for p in params]
         self._held = [[s[k] for s in self.states] for k in (*AdamW.slots, "step")]
         # What this rank has of each.
-        self._here, self.columns = [*map(local, params)], [[*map(local, column)] for column in self._held]
+        self._here, self.columns = local_parts(params), [local_parts(column) for column in self._held]
         self.sharded = any(map(is_shard, params))
         self.casts = self._casts()
         self._addresses = self._where()
@@ -319,12 +326,13 @@ class _Rows:
         """Whether parameters, masters and state are still the same tensors, where they were."""
         if masters is not self.masters or state is not self.state or len(params) != len(self.params):
             return False
-        columns = zip((*AdamW.slots, "step"), self._held, strict=True)
+        for key, column in zip((*AdamW.slots, "step"), self._held, strict=True):
+            if not all(map(is_, map(itemgetter(key), self.states), column)):
+                return False
         return (
             all(map(is_, params, self.params))
             and masters.layout(params) is self.layout
             and self._casts() == self.casts
-            and all(all(map(is_, map(itemgetter(key), self.states), column)) for key, column in columns)
             and self._where() == self._addresses
         )
 
@@ -360,15 +368,15 @@ def readable(grads: list[Tensor]) -> bool:
     return fp32 and not any(map(_LAST_BITS, map(Tensor.data_ptr, grads)))
 
 
-def fitting(grads: list[Tensor]) -> list[Tensor]:
+def as_readable(grads: list[Tensor]) -> list[Tensor]:
     """Returns gradients that our kernel can read, copies if they are not."""
     if readable(grads):
         return grads
     return [g.to(torch.float32, copy=True, memory_format=torch.contiguous_format) for g in grads]
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype is torch.float32 else tensor.float()
+def _widened(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [t if t.dtype is torch.float32 else t.float() for t in tensors]
 
 
 def check_settings(kind: str, settings: Mapping[str, Any], unknown: Mapping[str, Any]) -> None:
@@ -377,16 +385,16 @@ def check_settings(kind: str, settings: Mapping[str, Any], unknown: Mapping[str,
         name = next(iter(unknown))
         way = name in ("fused", "foreach", "capturable", "differentiable")
         hint = "omit it: it takes one pass anyway" if way else "use the optimizer of torch.optim that has it"
-        raise HalfstepError(f"halfstep's {kind} has no setting `{name}`", hint=hint)
+        raise ArgumentError(f"halfstep's {kind} has no setting `{name}`", hint=hint)
     shares = {"momentum": settings.get("momentum", 0.0)}
     shares |= {f"betas[{i}]": beta for i, beta in enumerate(settings.get("betas", ()))}
     for name, value in shares.items():
         if not 0.0 <= value < 1.0:
-            raise HalfstepError(f"{name}={value}: a moving average keeps a share of 0 up to 1", hint="such as 0.9")
+            raise ArgumentError(f"{name}={value}: a moving average keeps a share of 0 up to 1", hint="such as 0.9")
     for name in ("lr", "eps", "weight_decay"):
         value = settings.get(name, 0.0)
         if not isinstance(value, Tensor) and not 0.0 <= value < math.inf:
-            raise HalfstepError(
+            raise ArgumentError(
                 f"{name}={value}: it is neither negative nor infinite", hint=f"such as {name}=1e-3"
             )
 

@@ -9,10 +9,10 @@ the host wait until everything before is done. The first driver that fits is tak
                       torch.where undoes it if it must be skipped. Costs a copy of parameters and state.
     SyncDriver        all others: the flag is read, one sync per step, and the summary says so
 
-All but the first get fp32 masters and gradients (`Masters.opened`), and moments widened for the step. A step()
-that a plain loop calls itself (run/own_steps.py) is skipped by the same means, between `begin` and `end`. Closures
-are refused: an optimizer that evaluates the loss again (LBFGS) would use gradients that were not unscaled or
-checked.
+All but the first get fp32 masters and gradients (`Masters.open`), and moments widened for the step. A step()
+that a plain loop calls itself (update/own_steps.py) is skipped by the same means, between `begin` and `end`.
+Closures are refused: an optimizer that evaluates the loss again (LBFGS) would use gradients that were not unscaled
+or checked.
 """
 
 import inspect
@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import AutocastError, OptimizerParametersError, UnsupportedOptimizerError
 from halfstep.core.formats import FP32, Format
 from halfstep.torch.convert.known_packages import refuse_wrapped_optimizer
-from halfstep.torch.dtypes import dtype_of
 from halfstep.torch.kernels import reachable
+from halfstep.torch.numerics.dtypes import dtype_of
+from halfstep.torch.numerics.split.operand import values_of
 from halfstep.torch.optim.adamw import Grads, Optimizer, is_sparse, readable
 from halfstep.torch.optim.masters import Masters
-from halfstep.torch.split.operand import values_of
 
 
 class Driver(ABC):
@@ -130,7 +130,7 @@ class StockDriver(Driver):
             p.grad = grad
         self._held_back = ()
 
-    def shown(self) -> Grads:
+    def current_grads(self) -> Grads:
         """Returns the gradients in `p.grad`."""
         return Grads({id(p): p.grad for p in self.parameters if p.grad is not None})
 
@@ -141,7 +141,7 @@ class StockDriver(Driver):
             return
         values = [grads[id(p)] for p in parameters]
         torch._foreach_mul_(numbers_of(values), scale)
-        with self.masters.opened(self.parameters, count):
+        with self.masters.open(self.parameters, count):
             given = [
                 (p, g)
                 for p, g in zip(parameters, values, strict=True)
@@ -182,7 +182,7 @@ class FusedDriver(StockDriver):
 
     def begin(self, found_inf: Tensor) -> dict[str, Any]:
         """Sets the flag."""
-        if self._lacks_momentum(self.shown()) and bool(found_inf):
+        if self._lacks_momentum(self.current_grads()) and bool(found_inf):
             self.hold_back()
         else:
             self.optimizer.found_inf, self.optimizer.grad_scale = found_inf, None  # type: ignore[attr-defined]
@@ -245,7 +245,7 @@ class RollbackDriver(StockDriver):
 
     def begin(self, found_inf: Tensor) -> dict[str, Any]:
         """Remembers everything that the step may change."""
-        grads = self.shown()
+        grads = self.current_grads()
         params = [p for p in self.parameters if id(p) in grads]
         if not self._lacks_state(params):
             self._remember(params, found_inf)
@@ -348,28 +348,32 @@ def check_optimizers(given: Any, model: nn.Module, *, narrow: bool) -> list[torc
     """Returns a list of optimizers that can be run. `narrow`: some masters are not the fp32 parameter itself."""
     optimizers = list(given) if isinstance(given, Sequence) else [given]
     if not optimizers:
-        raise HalfstepError("no optimizer was given", hint="prepare(model, torch.optim.AdamW(...), policy)")
+        raise UnsupportedOptimizerError(
+            "no optimizer was given", hint="prepare(model, torch.optim.AdamW(...), policy)"
+        )
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     taken: dict[Tensor, str] = {}
     for optimizer in optimizers:
         _check_kind(optimizer, narrow=narrow)
         for p in held_by(optimizer):
             if p not in names:
-                raise HalfstepError(
+                raise OptimizerParametersError(
                     f"{label(optimizer)} holds a parameter of shape {tuple(p.shape)} that the model does not",
                     hint="create it from model.parameters() of this model, after it was copied, moved or loaded",
                 )
             if p in taken:
-                raise HalfstepError(
+                raise OptimizerParametersError(
                     f"`{names[p]}` is held by {taken[p]} and again by {label(optimizer)}: it would move twice",
                     hint="give each parameter to one optimizer",
                 )
             taken[p] = label(optimizer)
     if not taken:
-        raise HalfstepError("the optimizers hold no parameters", hint="create them from model.parameters()")
+        raise OptimizerParametersError(
+            "the optimizers hold no parameters", hint="create them from model.parameters()"
+        )
     devices = sorted({str(p.device) for p in taken})
     if len(devices) > 1:
-        raise HalfstepError(
+        raise OptimizerParametersError(
             f"the parameters are on {len(devices)} devices: {', '.join(devices)}",
             hint="a run uses one device; move the model to it before preparing it",
         )
@@ -379,25 +383,25 @@ def check_optimizers(given: Any, model: nn.Module, *, narrow: bool) -> list[torc
 def _check_kind(optimizer: Any, *, narrow: bool) -> None:
     refuse_wrapped_optimizer(optimizer)
     if isinstance(optimizer, torch.amp.GradScaler):
-        raise HalfstepError(
+        raise AutocastError(
             "a GradScaler was given instead of an optimizer: a run scales the loss itself, as the policy says",
             hint="omit it; `fp16-mixed` has a dynamic scale, bf16 needs none, and run.load_torch_amp takes over "
             "the state of this one",
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise HalfstepError(
+        raise UnsupportedOptimizerError(
             f"{type(optimizer).__name__} is not a torch.optim.Optimizer: its parameters are unknown",
             hint="prepare(model, optimizer, policy) takes an optimizer or a list of them",
         )
     required = _required(optimizer)
     if required and not isinstance(optimizer, Optimizer):
-        raise HalfstepError(
+        raise UnsupportedOptimizerError(
             f"{label(optimizer)} needs `{required[0]}` for a step: it would evaluate the loss within it, with "
             "gradients that were not unscaled, clipped or checked",
             hint="use an optimizer whose step() takes no arguments, such as AdamW or SGD",
         )
     if narrow and callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
-        raise HalfstepError(
+        raise UnsupportedOptimizerError(
             f"{label(optimizer)} rewrites parameters outside of step(), by its train() and eval(), and there they "
             "are narrower than their masters",
             hint="hold masters as they are, with `param=fp32`",

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from halfstep.core.averages import check_decay
+from halfstep.torch.numerics.split.operand import values_of
 from halfstep.torch.optim.masters import BY_DTYPE, Masters
-from halfstep.torch.split.operand import values_of
 
 
 class Averages:
@@ -36,7 +36,7 @@ class Averages:
         torch._foreach_add_(self.values, away)
 
     @contextmanager
-    def used(self, count: Tensor) -> Iterator[None]:
+    def swap_in(self, count: Tensor) -> Iterator[None]:
         """Inside, the parameters are the averages, held as masters are; after, the masters are back, exactly."""
         remainders = [lo for lo in self.masters.layout(self.parameters).remainders if lo is not None]
         live = [*map(values_of, self.parameters), *remainders]

@@ -7,7 +7,7 @@
     emulated      bf16 numbers in fp32 tensors, rounded back in the same way
 
 **Any optimizer.** torch's change `parameter.data` in place and in its own dtype: on the bf16 half of a split
-master they would lose the remainder. Inside `opened`, `parameter.data` is the fp32 master, so any optimizer makes
+master they would lose the remainder. Inside `open`, `parameter.data` is the fp32 master, so any optimizer makes
 the update it makes in fp32, bit for bit; the parameter, its gradient and its hooks stay. It costs 4 bytes per
 number meanwhile, and two passes over the memory: on CUDA compiled, all tensors in one function.
 """
@@ -15,23 +15,26 @@ number meanwhile, and two passes over the memory: on CUDA compiled, all tensors 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._utils import _unflatten_dense_tensors
 
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import ModelChangedError
 from halfstep.core.formats import BF16, FP16, FP32, Format
 from halfstep.core.philox import tensor_id
 from halfstep.core.roles import Param
-from halfstep.torch.cast import carried, join, quantize, random_bits, split
-from halfstep.torch.shards import ShardCast
-from halfstep.torch.split.operand import values_of
-from halfstep.torch.split.writes import DATA, accept_write, check_write, note_writes, unwritten
+from halfstep.torch.numerics.cast import carried, join, quantize, random_bits, split
+from halfstep.torch.numerics.shards import ShardCast
+from halfstep.torch.numerics.split.operand import values_of
+from halfstep.torch.numerics.split.writes import DATA, accept_write, check_write, note_writes, unwritten
 
+PREPARE_AGAIN = "run.unprepare(), change the model, make a new optimizer for it, and prepare both"
 BY_DTYPE = {torch.float32: Param(FP32), torch.bfloat16: Param(BF16), torch.float16: Param(FP16)}
+# Read of hundreds of tensors per update, without a Python call for each list.
+_DTYPE = attrgetter("dtype")
 _SMALL = 2**16  # numbers: below, a conversion costs more in calls than in arithmetic
 _MOST_LAYOUTS = 64  # a mixture of experts may update another list of parameters at each step
 
@@ -59,7 +62,7 @@ class Masters:
         complete: bool = False,
     ):
         self.names, self.held = dict(names), dict(held or {})
-        # Whether a parameter that is not in `held` has no master and is left alone, such as frozen ones.
+        # Whether a parameter that is not in `held` has no master and stays unchanged, such as a frozen one.
         self.complete = complete
         # The tensors themselves: layers that need the whole master join it from the same remainder.
         self.remainders = dict(remainders or {})
@@ -75,7 +78,7 @@ class Masters:
         return known or BY_DTYPE.get(parameter.dtype, BY_DTYPE[torch.float32])
 
     def is_whole(self, parameter: Tensor) -> bool:
-        """Whether the parameter is its own master. Dtypes that no policy has a format for are left alone too."""
+        """Whether the parameter is its own master. So is one of a dtype that no policy has a format for."""
         if parameter.dtype not in BY_DTYPE or (self.complete and self.names.get(parameter) not in self.held):
             return True
         # Also by the format: an emulated bf16 master is carried in fp32 and must be rounded back.
@@ -91,7 +94,7 @@ class Masters:
 
     def layout(self, parameters: Sequence[Tensor]) -> Layout:
         """Returns how each parameter is held; remembered for lists that come again, as in every step."""
-        key, dtypes = tuple(map(id, parameters)), [p.dtype for p in parameters]
+        key, dtypes = tuple(map(id, parameters)), [*map(_DTYPE, parameters)]
         known = self._layouts.get(key)
         if known is not None and known.dtypes == dtypes and all(map(is_, known.parameters, parameters)):
             return known
@@ -104,7 +107,7 @@ class Masters:
         return self._layouts[key]
 
     def check_writes(self) -> None:
-        """Refuses split masters whose bf16 half was written to or resized by somebody else."""
+        """Refuses split masters whose bf16 half was written to or resized by other code."""
         if unwritten(self.halves):
             return
         self._check_shapes()
@@ -113,7 +116,7 @@ class Masters:
                 check_write(p, self.names[p])
 
     def accept_writes(self) -> None:
-        """Takes what somebody else wrote to the bf16 half of a split master as its number."""
+        """Takes what other code wrote to the bf16 half of a split master as its new value."""
         self._check_shapes()
         for p in self.halves:
             accept_write(p)
@@ -122,7 +125,7 @@ class Masters:
         for p in self.halves:
             lo = self.remainders[self.names[p]]
             if p.shape != lo.shape:
-                raise HalfstepError(
+                raise ModelChangedError(
                     f"`{self.names[p]}` had the shape {tuple(lo.shape)} when the model was prepared, and has "
                     f"{tuple(p.shape)} now: the remainder of its split master has the first shape",
                     hint="prepare the model after resizing it; this copy has already been rounded to bf16",
@@ -175,7 +178,7 @@ class Masters:
         return handles
 
     @contextmanager
-    def opened(self, parameters: Sequence[Tensor], count: Tensor) -> Iterator[None]:
+    def open(self, parameters: Sequence[Tensor], count: Tensor) -> Iterator[None]:
         """Inside, `parameter.data` is the fp32 master. An error inside leaves everything unchanged."""
         layout = self.layout(parameters)
         narrow = [p for i in (*layout.split, *layout.rounded) if (p := parameters[i]).requires_grad]
@@ -191,6 +194,30 @@ class Masters:
             raise
         wide = swap_data(narrow, held)  # an optimizer may have replaced the tensor
         self.put(narrow, wide, [count + 1] * len(narrow))
+
+    @contextmanager
+    def edit(self, count: Tensor) -> Iterator[None]:
+        """Inside, every `parameter.data` is the fp32 master; after, it is held again as the policy says, exactly.
+
+        An error inside keeps what was written before it, as in torch. `count` numbers updates, for rounding.
+        """
+        narrow = [p for p in self.names if not self.is_whole(p)]
+        self.accept_writes()
+        # Each in memory of its own: what saves weights takes parts of one storage for tied weights, and keeps one.
+        held = swap_data(narrow, [w.clone() if w._is_view() else w for w in self.wide(narrow)])
+        try:
+            yield
+        finally:
+            wide = swap_data(narrow, held)
+            self.note_writes(narrow)
+            for p, old, new in zip(narrow, held, wide, strict=True):
+                if (new.shape, new.device, new.dtype) != (old.shape, old.device, torch.float32):
+                    raise ModelChangedError(
+                        f"`{self.names[p]}` was resized, cast or moved inside run.edit(): it is {new.dtype} of "
+                        f"shape {tuple(new.shape)} on {new.device} now. No narrow or split master was changed",
+                        hint=PREPARE_AGAIN,
+                    )
+            self.put(narrow, wide, [count] * len(narrow))
 
     def _loader(self, narrow: Mapping[str, Tensor]) -> Callable[..., None]:
         def hook(_: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -217,7 +244,7 @@ class Masters:
 
 
 def swap_data(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """Gives each parameter other data and returns its own; nobody watches here, as halves would."""
+    """Gives each parameter other data and returns its own, past the checks that watch split masters."""
     own = list(map(DATA.__get__, parameters))
     for p, data in zip(parameters, others, strict=True):
         DATA.__set__(p, data)

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from halfstep.core.formats import FP32, Format, parse
-from halfstep.torch.dtypes import dtype_of
+from halfstep.torch.numerics.dtypes import dtype_of
+from halfstep.torch.numerics.shards import is_shard, local_parts
 from halfstep.torch.optim.adamw import Grads, Optimizer, Params
 from halfstep.torch.optim.masters import Masters
 from halfstep.torch.optim.newton_schulz import orthogonalize, why_torch
 from halfstep.torch.optim.owners import Work, work_on_owned
-from halfstep.torch.shards import is_shard, local
 
 # Numbers of matrices that are updated at once, unless one has more: of each, some 25 bytes are held meanwhile.
 CHUNK = 2**25
@@ -125,7 +125,7 @@ class Muon(Optimizer):
         if rows > columns:
             moved *= (rows / columns) ** 0.5
         states = [self.state[p] for p in params]
-        momenta, steps = [local(state["momentum"]) for state in states], [state["step"] for state in states]
+        momenta, steps = local_parts([state["momentum"] for state in states]), [state["step"] for state in states]
         applied = torch.ones((), device=moved.device)
         if found_inf is not None:
             # Filled and chosen, not multiplied: zero times NaN is NaN.
@@ -134,7 +134,7 @@ class Muon(Optimizer):
             momentum = torch.where(skipped, torch.stack(momenta), momentum)
         torch._foreach_add_(steps, [applied] * len(steps))  # one tensor would be taken for a number, and read
         torch._foreach_copy_(momenta, momentum.unbind())
-        wide, rate = [*map(local, self.masters.wide(params))], self.rate_of(batch.group)
+        wide, rate = local_parts(self.masters.wide(params)), self.rate_of(batch.group)
         torch._foreach_mul_(wide, 1 - applied * rate * batch.group["weight_decay"])
         torch._foreach_sub_(wide, moved.mul_(rate).unbind())
         self.masters.put(params, wide, steps)
@@ -159,10 +159,10 @@ class _Batch(NamedTuple):
 
     def momenta(self, params: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Returns the momenta after this step, and where they point (Nesterov): of what this rank has."""
-        grads = torch.stack([local(self.grads[id(p)]).float() for p in params])
+        grads = torch.stack([g.float() for g in local_parts([self.grads[id(p)] for p in params])])
         if self.scale is not None:
             grads *= self.scale
-        momentum = torch.stack([local(self.state[p]["momentum"]) for p in params]).float()
+        momentum = torch.stack(local_parts([self.state[p]["momentum"] for p in params])).float()
         momentum.mul_(self.kept).add_(grads)
         return momentum, grads.add_(self.kept * momentum)
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from halfstep.config.groups import NEWTON_SCHULZ
 from halfstep.core.formats import Format
-from halfstep.torch.cast import carried
-from halfstep.torch.dtypes import NARROW, dtype_of
 from halfstep.torch.kernels import has_triton
+from halfstep.torch.numerics.cast import carried
+from halfstep.torch.numerics.dtypes import NARROW, dtype_of
 
 
 def orthogonalize(matrices: Tensor, iteration: Format, steps: int = 5, *, emulate: bool = False) -> Tensor:
@@ -42,7 +42,7 @@ def orthogonalize(matrices: Tensor, iteration: Format, steps: int = 5, *, emulat
 
 def why_torch(device: torch.device, dtype: torch.dtype) -> str:
     """Returns why torch computes the symmetric products of matrices; empty if our kernel does."""
-    if device.type != "cuda":  # meta in place of a GPU too: a plan counts torch's products
+    if device.type != "cuda":  # also meta that stands in for a GPU: a plan counts torch's products
         return f"no kernel for {device.type}"
     if not has_triton():
         return "Triton is not installed"
@@ -63,7 +63,7 @@ def _by_torch(x: Tensor, b: float, c: float) -> Tensor:
 
 
 def _by_kernel(x: Tensor, b: float, c: float) -> Tensor:
-    """The same, half of it computed and half mirrored."""
+    """Returns b A + c A^2, half of it computed and half mirrored."""
     from halfstep.torch.kernels.symmetric import quadratic, square  # Triton is installed, as `why_torch` knows
 
     return quadratic(square(x), b, c)

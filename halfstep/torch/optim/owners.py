@@ -3,7 +3,7 @@
     replicas    every rank has every matrix. Owners work, then all gather the results: one exchange
     shards      every rank has some rows of every matrix. They travel to the owner, and the results' rows back: two
 
-Owners are chosen so that ranks have about the same work, by a rule that needs no talk between them.
+Owners are chosen so that ranks have about the same work, by a rule that every rank evaluates alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from halfstep.core.errors import HalfstepError
-from halfstep.torch.shards import all_gather, is_shard
+from halfstep.core.errors import ParallelError
+from halfstep.torch.numerics.shards import all_gather, is_shard
 
 Work = Callable[[Tensor], Tensor]  # on matrices of one shape: a batch in, a batch of the same shape out
 # Of parameters that have the same shape and group: what to work on, of each as much as this rank has.
@@ -35,7 +35,7 @@ def group_of(parameter: Any) -> Any:
     """Returns the ranks that have the rows of a shard."""
     for dim, placement in enumerate(parameter.placements):
         if placement.is_shard() and placement.dim != 0:
-            raise HalfstepError(
+            raise ParallelError(
                 f"a matrix of shape {tuple(parameter.shape)} is sharded by its columns, and Muon takes rows",
                 hint="fully_shard without a shard_placement_fn shards by rows; or give it to AdamW",
             )

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
 from halfstep.torch.layers import Layer
+from halfstep.torch.numerics.shards import ShardCast
 from halfstep.torch.parallel.wire import NarrowReduceScatter
-from halfstep.torch.shards import ShardCast
 
 _ATEN = torch.ops.aten
 # What gives the same numbers in another shape.
@@ -97,7 +97,7 @@ class Sharded:
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 hooks |= {key: _outside_of_modes(hook) for key, hook in hooks.items() if _is_of_fsdp(hook)}
 
-    def exchange(self, now: bool) -> None:
+    def set_grad_sync(self, now: bool) -> None:
         """Tells FSDP before a backward pass whether ranks exchange gradients in it or keep them."""
         for module in self.modules:
             module.set_requires_gradient_sync(now, recurse=False)

@@ -1,4 +1,4 @@
-"""The processes that torchrun has started: their store, their devices, and a group of gloo to talk on the host.
+"""The processes of a job: starting them by torchrun, their store, their devices, and a gloo group on the host.
 
 Control messages have a group of their own, so that none of them waits for a device. The store is torchrun's, which
 outlives a worker; a thread has a connection of its own, because a wait holds the connection.
@@ -8,6 +8,7 @@ import datetime
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import DeviceError, ParallelError, RankError
 from halfstep.torch.measure import devices
 
 OPENING = 600.0  # seconds that ranks wait for rank 0 to open the run
@@ -36,7 +37,7 @@ def _meet(store: Any, rank: int, ranks: int) -> str:
             try:
                 greeting = store.get(f"{attempt}/greeting/{other}")
             except RuntimeError:
-                raise HalfstepError(
+                raise RankError(
                     f"rank {other} has not started within {OPENING:g} s of rank 0",
                     hint="torchrun must start on every machine, with the same --rdzv-endpoint and --nnodes",
                 ) from None
@@ -52,13 +53,11 @@ def _meet(store: Any, rank: int, ranks: int) -> str:
             continue  # the name of an attempt that is over
         if store.get(f"{attempt}/answer/{rank}").decode() == own:
             return attempt
-    raise HalfstepError(
-        f"rank 0 has not answered rank {rank} within {OPENING:g} s", hint="see what rank 0 printed"
-    )
+    raise RankError(f"rank 0 has not answered rank {rank} within {OPENING:g} s", hint="see what rank 0 printed")
 
 
 class Host:
-    """This process among those of its job; alone, if nobody has started others."""
+    """This process among those of its job; alone, unless torchrun started others."""
 
     backend, launcher, has_notes = "torch", "torchrun", True
 
@@ -104,12 +103,12 @@ class Host:
         if kind == "cuda":
             there = torch.cuda.device_count()
             if index and self.local_ranks > 1:
-                raise HalfstepError(
+                raise ParallelError(
                     f"--device {name} is one GPU, and this machine runs {self.local_ranks} processes",
                     hint="use --device cuda: each process takes the GPU of its number",
                 )
             if self.local_ranks > there:
-                raise HalfstepError(
+                raise ParallelError(
                     f"torchrun has started {self.local_ranks} processes here, and there "
                     f"{'is 1 GPU' if there == 1 else f'are {there} GPUs'}: NCCL needs one for each",
                     hint=f"start it with --nproc-per-node={there}; or use --device cpu, which connects by gloo"
@@ -118,13 +117,13 @@ class Host:
                 )
             return name if index else f"cuda:{self.local_rank}"
         if kind != "cpu" and self.ranks > 1:
-            raise HalfstepError(
+            raise ParallelError(
                 f"processes on {kind} cannot exchange gradients: torch.distributed has no engine for it",
                 hint="start one process there, or use --device cpu or cuda",
             )
         return name
 
-    def tell(self, text: str | None) -> str:
+    def broadcast(self, text: str | None) -> str:
         """Returns what rank 0 passes."""
         key = f"said/{self._said}"
         self._said += 1
@@ -171,3 +170,30 @@ class Host:
         if self._group is not None:
             self._group = None
             dist.destroy_process_group()
+
+
+def launch(gpus: int, arguments: Sequence[str]) -> int:
+    """Runs `halfstep ARGUMENTS` in one process per GPU, by torchrun's own engine; returns the exit code of all.
+
+    A signal to this process reaches all of them; they save and stop.
+    """
+    there = torch.cuda.device_count()
+    if not 1 <= gpus <= there:
+        command = f"torchrun --nproc-per-node={max(1, gpus)} -m halfstep train ... --device cpu"
+        raise DeviceError(
+            f"--gpus {gpus}, and this machine has {there or 'no'} GPU{'' if there == 1 else 's'} for torch",
+            hint=f"name 1 to {there}" if there else f"`{command}` starts processes on the CPU",
+        )
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    words = ["--standalone", f"--nproc-per-node={gpus}", "-m", "halfstep", *arguments]
+    try:
+        torchrun.run(torchrun.parse_args(words))
+    except ChildFailedError as error:
+        codes = [failure.exitcode for failure in error.failures.values()]
+        return next((code for code in codes if code > 0), 1)
+    except SignalException as stop:
+        return 128 + int(stop.sigval)
+    return 0

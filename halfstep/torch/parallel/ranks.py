@@ -1,14 +1,20 @@
-"""What the processes of a job agree on at each update, in one small reduction.
+"""How the processes of a job share a model, and what they agree on at each update, in one small reduction.
 
     norm      of gradients whose shards each rank has: the root of the sum of squares. It decides whether the step
               is finite, so all ranks skip together
     weights   of the micro-batches, and their losses: means over ranks, as the engine averages gradients
     bad_rank  the first rank whose own loss is not finite
 
-A process group makes its processes one job: a run is then one run on all of them.
+A process group makes its processes one job: a run is then one run on all of them. `share` gives each its part of a
+model that a policy was applied to, before it gets its optimizers:
+
+    none      every process holds everything, DDP averages gradients while the backward pass runs
+    full      FSDP2: each block is gathered when it computes, and a process holds its share of all else
+    hybrid    the same within a machine, over its fast links; machines hold the same and average their gradients
 """
 
 import gc
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,11 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import ParallelError
+from halfstep.torch.numerics.shards import is_shard
 from halfstep.torch.parallel.wire import sum_all
-from halfstep.torch.shards import is_shard
 
 BUCKET = 2**23  # numbers that are reduced together
 _IGNORED, _OURS = "_ddp_params_and_buffers_to_ignore", "_averaged_by_halfstep"  # attributes of a model
@@ -33,10 +40,10 @@ def in_group() -> bool:
 
 def num_ranks() -> int:
     """Returns how many processes there are; 1 without a process group."""
-    return dist.get_world_size() if in_group() else 1
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def leave_to_us(model: nn.Module, names: Sequence[str]) -> None:
+def exclude_from_ddp(model: nn.Module, names: Sequence[str]) -> None:
     """Says to DDP, which will wrap the model, which parameters it must not wait for: they are averaged here."""
     before = [name for name in getattr(model, _IGNORED, []) if name not in getattr(model, _OURS, [])]
     first = {p: name for name, p in model.named_parameters()}
@@ -104,7 +111,7 @@ def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
     around = [wrapper for wrapper in found if any(module is model for module in wrapper.modules())]
     if not around:
-        raise HalfstepError(
+        raise ParallelError(
             f"{num_ranks()} processes train, and nothing averages their gradients: their weights would part",
             hint="wrapped = DistributedDataParallel(model) after prepare(), and call `wrapped` in the loss "
             "function; or fully_shard(model) before run.attach(optimizers)",
@@ -141,3 +148,37 @@ def average(tensors: Sequence[Tensor], wire: torch.dtype) -> None:
 def largest(tensor: Tensor) -> None:
     """Makes the numbers of a tensor the largest over ranks."""
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
+
+
+def share(model: nn.Module, blocks: Sequence[nn.Module], shard: str, local: int) -> nn.Module:
+    """Shares a model among all processes, `local` of them on each machine; returns what to call instead of it."""
+    if shard == "none":
+        ignored = {*getattr(model, _IGNORED, [])}
+        if all(name in ignored for name, p in model.named_parameters() if p.requires_grad):
+            return model  # the run averages all gradients itself
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    from torch.distributed.fsdp import fully_shard
+
+    # A block returns its attention's values, which are a view; nothing writes to them.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPBlock\) returned a view tensor")
+    device = next(model.parameters()).device
+    mesh = _mesh(device, shard, local)
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _mesh(device: torch.device, shard: str, local: int) -> Any:
+    ranks = dist.get_world_size()
+    if shard == "full":
+        return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shards",))
+    if local == ranks or ranks % local:
+        machines = (
+            "all processes are on one machine" if local == ranks else f"{ranks} processes are not {local} each"
+        )
+        raise ParallelError(
+            f'parallel.shard = "hybrid" shards within a machine and copies between machines, and {machines}',
+            hint='use parallel.shard = "full"; or start the same number of processes on each of several machines',
+        )
+    return init_device_mesh(device.type, (ranks // local, local), mesh_dim_names=("copies", "shards"))

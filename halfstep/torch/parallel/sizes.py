@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from halfstep.core.policy import Policy
-from halfstep.torch.dtypes import dtype_of
+from halfstep.torch.numerics.dtypes import dtype_of
 
 
 class Held(NamedTuple):
@@ -51,48 +51,48 @@ class Sent(NamedTuple):
     gradients: int  # for each update
 
 
-def around(ring: int, nbytes: int) -> int:
-    """Returns what a rank sends of so many bytes that are gathered, or reduced to parts."""
+def ring_share(ring: int, nbytes: int) -> int:
+    """Returns what a rank sends when this many bytes are gathered, or reduced to parts, ring_share a ring."""
     return nbytes * (ring - 1) // ring
 
 
-def of_replicas(parameters: Sequence[Tensor], policy: Policy, ranks: int) -> Sent:
-    """Returns what DDP sends, and what halfstep sends in its place."""
-    return of_numbers(sum(p.numel() for p in parameters if p.requires_grad), policy, ranks)
+def replica_traffic(parameters: Sequence[Tensor], policy: Policy, ranks: int) -> Sent:
+    """Returns what DDP sends, and what halfstep sends instead."""
+    return gradient_traffic(sum(p.numel() for p in parameters if p.requires_grad), policy, ranks)
 
 
-def of_numbers(numbers: int, policy: Policy, ranks: int) -> Sent:
-    """Returns what replicas send of the gradients of so many numbers."""
+def gradient_traffic(numbers: int, policy: Policy, ranks: int) -> Sent:
+    """Returns what replicas send of the gradients of a number of elements."""
     narrow = dtype_of(policy.reduce).itemsize
-    return Sent(0, 0, around(ranks, numbers * narrow) + around(ranks, numbers * 4))
+    return Sent(0, 0, ring_share(ranks, numbers * narrow) + ring_share(ranks, numbers * 4))
 
 
-def of_shards(groups: Iterable[tuple[Any, bool]], gathered_in: Any, policy: Policy) -> Sent:
+def shard_traffic(groups: Iterable[tuple[Any, bool]], gathered_in: Any, policy: Policy) -> Sent:
     """Returns what FSDP sends for groups of parameters, each with whether the backward pass gathers it again."""
     forward = backward = gradients = 0
     for group, again in groups:
         shards = group.mesh_info.shard_mesh_size
         copies = getattr(group.mesh_info, "replicate_mesh_size", 1)
         parts = [(p, p.padded_sharded_param_size.numel()) for p in group.fsdp_params]
-        weights = around(shards, shards * sum(part * gathered_in(p).itemsize for p, part in parts))
+        weights = ring_share(shards, shards * sum(part * gathered_in(p).itemsize for p, part in parts))
         forward += weights
         backward += weights if again else 0
         trained = sum(part for p, part in parts if p.sharded_param.requires_grad)
-        gradients += around(shards, shards * trained * dtype_of(policy.reduce).itemsize)
-        gradients += 2 * around(copies, trained * 4)
+        gradients += ring_share(shards, shards * trained * dtype_of(policy.reduce).itemsize)
+        gradients += 2 * ring_share(copies, trained * 4)
     return Sent(forward, backward, gradients)
 
 
-def of_blocks(
+def block_traffic(
     inside: Sequence[tuple[int, int]], outside: Sequence[tuple[int, int]], policy: Policy, shards: int, copies: int
 ) -> Sent:
     """Returns what FSDP will send of a model whose blocks are sharded one by one, and the rest with the model.
 
     Parameters are (numbers, bytes of each that travel). The backward pass gathers those `inside` blocks again.
     """
-    within, around_them = (around(shards, sum(n * width for n, width in part)) for part in (inside, outside))
+    within, around_them = (ring_share(shards, sum(n * width for n, width in part)) for part in (inside, outside))
     numbers = sum(n for n, _ in (*inside, *outside))
-    gradients = around(shards, numbers * dtype_of(policy.reduce).itemsize) + 2 * around(
+    gradients = ring_share(shards, numbers * dtype_of(policy.reduce).itemsize) + 2 * ring_share(
         copies, numbers * 4 // shards
     )
     return Sent(within + around_them, within, gradients)

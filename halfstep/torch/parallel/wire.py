@@ -17,8 +17,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.functional import pad
 
-from halfstep.core.errors import HalfstepError
-from halfstep.torch.shards import all_gather
+from halfstep.core.errors import ParallelError
+from halfstep.torch.numerics.shards import all_gather
 
 
 def sum_part(given: Tensor, group: Any, wire: torch.dtype) -> Tensor:
@@ -54,7 +54,7 @@ class NarrowReduceScatter:
     ) -> None:
         """Writes the sum or the mean over ranks of this rank's part."""
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise HalfstepError(
+            raise ParallelError(
                 "FSDP was given a factor to divide gradients by, and the policy narrows what travels",
                 hint="leave set_gradient_divide_factor out: run.step averages; or write `reduce=fp32`",
             )

@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from halfstep.config.reading import MOST_TABLE, fits_in_memory, parse_json, read_bytes
 from halfstep.config.schema import Count, build
@@ -49,15 +49,17 @@ from halfstep.training.checkpoints.tensors import (
     DTYPES,
     MANIFEST,
     CheckpointError,
+    CheckpointReadError,
+    CheckpointWriteError,
     DamagedCheckpointError,
     Piece,
     check_digest,
-    damaged,
+    damage_error,
     describe_file,
-    fill,
+    name_read_errors,
     overlaps,
     read_header,
-    reading,
+    read_rows,
     write_tensors,
 )
 from halfstep.training.files import PICKLES, digest_of, flush, os_errors, write_whole
@@ -71,7 +73,9 @@ OWN_KEYS = ("format", "step", "files", "tensors", "digest")
 _FOLDER = re.compile(r"step-(\d{6,})")
 _LEFTOVER = re.compile(r"step-\d{6,}\.(partial|removed)(-[\w.-]+)?")
 
+T = TypeVar("T")
 Arrays = dict[str, Stored]
+Damaged = dict[Path, DamagedCheckpointError]  # what was found in checkpoints that were passed over
 # (name, shape) of a tensor -> the first row that is wanted and the one after the last; None: all of it
 RowsOf = Callable[[str, tuple[int, ...]], tuple[int, int] | None]
 
@@ -101,16 +105,22 @@ class _Manifest:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A verified checkpoint, and the errors of damaged newer ones that were set aside for it."""
+    """A verified checkpoint."""
 
     path: Path
     arrays: dict[str, Stored]
     manifest: dict[str, Any]
-    damaged: tuple[DamagedCheckpointError, ...] = ()
 
 
 def save(folder: Path, step: int, arrays: Mapping[str, Stored], meta: Mapping[str, Any]) -> Path:
-    """Writes a checkpoint and returns its folder. Again changes nothing; other tensors are an error."""
+    """Writes a checkpoint and returns its folder. Writing the same again changes nothing; others are an error."""
+    return write(folder, step, arrays, meta)[0]
+
+
+def write(
+    folder: Path, step: int, arrays: Mapping[str, Stored], meta: Mapping[str, Any]
+) -> tuple[Path, Mapping[str, Any]]:
+    """Writes a checkpoint as `save` does; returns its folder and its manifest."""
     target = folder / f"step-{step:06d}"
     partial = target.with_name(f"{target.name}.partial")
     for name, each in arrays.items():
@@ -119,25 +129,27 @@ def save(folder: Path, step: int, arrays: Mapping[str, Stored], meta: Mapping[st
                 f"`{name}` has {each.shape[0]} of {each.rows[1]} rows: ranks save their parts together"
             )
     try:
-        with writing(target):
+        with name_write_errors(target):
             open_folder(folder, target)
             remove_leftovers(folder)
             os.mkdir(partial)
-            put_in_place(partial, target, _write_files(partial, step, arrays, meta))
+            write_tensors(partial / STATE, arrays)
+            files = {STATE: describe_file(partial / STATE, just_written=True)}
+            own = {"format": FORMAT, "step": step, "files": files, "tensors": table(arrays)}
+            return target, put_in_place(partial, target, write_manifest(partial, own, meta))
     except Exception:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return target
 
 
 @contextmanager
-def writing(target: Path) -> Iterator[None]:
-    """Inside, an error of the system becomes one of ours, which names the checkpoint and where it failed."""
+def name_write_errors(target: Path) -> Iterator[None]:
+    """Turns an OSError in the block into an error that names the checkpoint and the place that failed."""
     try:
         yield
     except OSError as error:
         place = error.filename or target.parent
-        raise CheckpointError(
+        raise CheckpointWriteError(
             f"checkpoint `{target}` cannot be written: {error.strerror or error} (`{place}`)",
             hint="earlier checkpoints are untouched; free space, or choose another folder with `--out`",
         ) from None
@@ -146,7 +158,7 @@ def writing(target: Path) -> Iterator[None]:
 def open_folder(folder: Path, target: Path) -> None:
     """Makes the folder of checkpoints if the run's is there."""
     if not folder.parent.is_dir():
-        raise CheckpointError(
+        raise CheckpointWriteError(
             f"checkpoint `{target}` cannot be written: `{folder.parent}` was moved or removed",
             hint="move the run folder back: the next save tries again",
         )
@@ -155,24 +167,31 @@ def open_folder(folder: Path, target: Path) -> None:
         flush(folder.parent)
 
 
-def put_in_place(partial: Path, target: Path, written: Mapping[str, Any]) -> None:
-    """Gives a complete checkpoint its name, unless the same is there; a damaged one is set aside for it."""
+def put_in_place(partial: Path, target: Path, written: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Gives a complete checkpoint its name, unless the same is there; a damaged one is set aside for it.
+
+    Returns the manifest of the one that has the name then.
+    """
     if target.exists() and _is_intact(target):
-        _check_same(target, written)
+        there = _check_same(target, written)
         shutil.rmtree(partial)
-        return
+        return there
     if target.exists():
         set_aside(target)
     os.rename(partial, target)
     flush(target.parent)
+    return written
 
 
-def load(path: Path, rows: RowsOf | None = None) -> tuple[Arrays, dict[str, Any]]:
-    """Returns the tensors, writable and unshared, and the manifest of a checkpoint's folder, verified.
+def load(
+    path: Path, rows: RowsOf | None = None, manifest: dict[str, Any] | None = None
+) -> tuple[Arrays, dict[str, Any]]:
+    """Returns the verified tensors of a checkpoint's folder, writable and unshared, and its manifest.
 
-    Given `rows`, only those rows: a rank then reads and verifies the files that hold them, and no others.
+    Given `rows`, only those rows: a rank then reads and verifies the files that hold them, and no others. A
+    `manifest` that `check_complete` has returned is not read again.
     """
-    manifest = check_complete(path)
+    manifest = manifest or check_complete(path)
     arrays, wanted = dict[str, Stored](), dict[str, tuple[int, int]]()
     for name, entry in manifest["tensors"].items():
         shape, every = tuple(entry["shape"]), num_rows(entry["shape"])
@@ -183,54 +202,52 @@ def load(path: Path, rows: RowsOf | None = None) -> tuple[Arrays, dict[str, Any]
     headers = {file: read_header(path / file, manifest["files"][file], there[file]) for file in needed}
     sizes = {name: math.prod(each.shape) * DTYPES[each.dtype][1] for name, each in arrays.items()}
     if not fits_in_memory(total := sum(sizes.values())):
-        raise CheckpointError(f"loading `{path}` takes {total:,} bytes of memory, more than this machine has")
+        raise CheckpointReadError(f"loading `{path}` takes {total:,} bytes of memory, more than this machine has")
     arrays = {name: each._replace(data=memoryview(bytearray(sizes[name]))) for name, each in arrays.items()}
     for file, header in headers.items():
-        fill(path / file, manifest["files"][file], header, there[file], wanted, arrays)
+        read_rows(path / file, manifest["files"][file], header, there[file], wanted, arrays)
     return arrays, manifest
 
 
-def verify(path: Path) -> dict[str, Any]:
+def verify(path: Path, manifest: dict[str, Any] | None = None) -> dict[str, Any]:
     """Returns the manifest of a checkpoint's folder; reads and verifies all of its files, in constant memory."""
-    manifest = check_complete(path)
+    manifest = manifest or check_complete(path)
     for file, held in _pieces(manifest).items():
         read_header(path / file, manifest["files"][file], held)
-        with reading(path / file):
+        with name_read_errors(path / file):
             sha256 = describe_file(path / file)["sha256"]
         check_digest(path / file, sha256, manifest["files"][file])
     return manifest
 
 
-def verified(path: Path) -> tuple[Arrays, dict[str, Any]]:
-    """Returns no tensors and the manifest of a checkpoint's folder, verified as a whole."""
-    return {}, verify(path)
+def read_newest(
+    folder: Path, read: Callable[[Path], T], damaged: Damaged, *, allow_older: bool = False
+) -> T | None:
+    """Returns what `read` makes of the newest checkpoint; None if there is none.
 
-
-def load_newest(
-    folder: Path, *, allow_older: bool = False, read: Callable[[Path], tuple[Arrays, dict[str, Any]]] | None = None
-) -> Loaded | None:
-    """Returns the newest checkpoint, or None. With `allow_older`, damaged ones are set aside for a whole one.
-
-    `read` may be `verified`, which leaves the tensors to the ranks of a job.
+    With `allow_older`, a damaged one is added to `damaged`, and the one before it is read.
     """
-    damaged: dict[Path, DamagedCheckpointError] = {}
     while left := [path for path in step_folders(folder) if path not in damaged]:
-        path = left[-1]
         try:
-            arrays, manifest = (read or load)(path)
+            return read(left[-1])
         except (CheckpointError, FileNotFoundError) as error:
-            if not path.exists():
+            if not left[-1].exists():  # removed meanwhile
                 continue
             if not allow_older or not isinstance(error, DamagedCheckpointError):
                 raise
-            damaged[path] = error
-            continue
-        for bad in damaged:
-            set_aside(bad)
-        return Loaded(path, arrays, manifest, tuple(damaged.values()))
+            damaged[left[-1]] = error
     if damaged:
         raise next(iter(damaged.values()))
     return None
+
+
+def load_newest(folder: Path, *, allow_older: bool = False) -> Loaded | None:
+    """Returns the newest checkpoint, or None. With `allow_older`, damaged ones are set aside for a whole one."""
+    damaged: Damaged = {}
+    loaded = read_newest(folder, lambda path: Loaded(path, *load(path)), damaged, allow_older=allow_older)
+    for path in damaged:
+        set_aside(path)
+    return loaded
 
 
 def load_named(path: Path) -> Loaded | None:
@@ -248,7 +265,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def is_state_file(file: Path) -> bool:
-    """Whether a file has a name that those of a checkpoint have."""
+    """Whether a file is named like the tensor files of a checkpoint."""
     return file.is_file() and (file.name == STATE or PART.fullmatch(file.name) is not None)
 
 
@@ -261,9 +278,9 @@ def latest(folder: Path) -> Path | None:
 
 
 def note(path: Path, **facts: Any) -> None:
-    """Adds to the manifest of a checkpoint what was measured after it was saved."""
+    """Adds facts to the manifest of a checkpoint that were measured after it was saved."""
     manifest = {**read_manifest(path), **facts}
-    with os_errors(CheckpointError, f"`{path / MANIFEST}` cannot be written"):
+    with os_errors(CheckpointWriteError, f"`{path / MANIFEST}` cannot be written"):
         write_whole(path / MANIFEST, _as_text({**manifest, "digest": digest_of(manifest)}))
 
 
@@ -279,9 +296,9 @@ def set_aside(path: Path) -> Path:
 
 
 def discard(path: Path) -> None:
-    """Removes a checkpoint. A death on the way leaves the whole of it, or nothing that looks like one."""
+    """Removes a checkpoint. A process killed on the way leaves all of it, or nothing that looks like one."""
     removed = path.with_name(f"{path.name}.removed")
-    with os_errors(CheckpointError, f"checkpoint `{path}` cannot be removed"):
+    with os_errors(CheckpointWriteError, f"checkpoint `{path}` cannot be removed"):
         os.rename(path, removed)
         _remove(removed)
 
@@ -304,38 +321,39 @@ def _remove(path: Path) -> None:
 def read_manifest(path: Path) -> dict[str, Any]:
     """Returns the manifest of a checkpoint's folder, verified by its own digest."""
     if not path.is_dir():
-        raise CheckpointError(f"there is no checkpoint `{path}`", hint="name a folder that holds one")
+        raise CheckpointReadError(f"there is no checkpoint `{path}`", hint="name a folder that holds one")
     file = path / MANIFEST
     if _LEFTOVER.fullmatch(path.name):
-        raise CheckpointError(
+        raise CheckpointReadError(
             f"`{path}` is not a complete checkpoint: it is being written, or what a killed process left of it",
             hint="name one without `.partial` or `.removed`; the run's own folder means the newest of them",
         )
     _refuse_pickles(path)
     try:
-        manifest = parse_json(_read(file, MOST_TABLE))
+        with name_read_errors(file):
+            manifest = parse_json(read_bytes(file, MOST_TABLE))
     except ValueError as error:
-        raise damaged(file, f"it is not JSON ({error})") from None
+        raise damage_error(file, f"it is not JSON ({error})") from None
     if not isinstance(manifest, dict) or "format" not in manifest:
-        raise damaged(file, "it states no `format`")
+        raise damage_error(file, "it states no `format`")
     if manifest["format"] not in (FORMAT, FORMAT_OF_PARTS):
-        raise CheckpointError(
+        raise CheckpointReadError(
             f"`{file}` has format {manifest['format']!r}, this halfstep reads formats {FORMAT} and "
             f"{FORMAT_OF_PARTS}",
             hint="load it with the halfstep that wrote it; if that is newer, update yours",
         )
     if (digest := digest_of(manifest)) != manifest.get("digest"):
-        raise damaged(file, f"its digest is {digest}, expected {manifest.get('digest')!r}")
+        raise damage_error(file, f"its digest is {digest}, expected {manifest.get('digest')!r}")
     try:
         files = build(_Manifest, manifest, others=True).files
     except ConfigError as error:
-        raise damaged(file, f"it is not what halfstep writes: {error.message}") from None
+        raise damage_error(file, f"it is not what halfstep writes: {error.message}") from None
     in_parts = manifest["format"] == FORMAT_OF_PARTS
     if STATE not in files and not in_parts:
-        raise damaged(file, f"it has no {STATE}")
+        raise damage_error(file, f"it has no {STATE}")
     others = [name for name in files if not (PART.fullmatch(name) if in_parts else name == STATE)]
     if others:
-        raise CheckpointError(
+        raise CheckpointReadError(
             f"`{file}` points to `{sorted(others)[0]}`; a checkpoint is {STATE}, or the files of ranks, in its "
             "own folder, and no other",
             hint="no halfstep wrote it: do not load what you do not trust; remove the folder",
@@ -343,7 +361,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     _check_pieces(file, manifest)
     # A copy may have any name; one that states a step (`step-000500.damaged` too) states which was meant.
     if (named := _FOLDER.match(Path(os.path.abspath(path)).name)) and int(named[1]) != manifest["step"]:
-        raise damaged(path, f"it holds step {manifest['step']}, expected the step in its name")
+        raise damage_error(path, f"it holds step {manifest['step']}, expected the step in its name")
     return manifest
 
 
@@ -352,54 +370,42 @@ def table(arrays: Mapping[str, Stored]) -> dict[str, dict[str, Any]]:
     return {name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape, *_) in arrays.items()}
 
 
-def _write_files(
-    partial: Path, step: int, arrays: Mapping[str, Stored], meta: Mapping[str, Any]
-) -> dict[str, Any]:
-    write_tensors(partial / STATE, arrays)
-    files = {STATE: describe_file(partial / STATE)}
-    own = {"format": FORMAT, "step": step, "files": files, "tensors": table(arrays)}
-    return write_manifest(partial, own, meta)
-
-
 def write_manifest(partial: Path, own: Mapping[str, Any], meta: Mapping[str, Any]) -> dict[str, Any]:
     """Writes the manifest and flushes it and the folder; returns it."""
-    manifest = _manifest(own, meta)
+    if taken := [key for key in meta if key in OWN_KEYS]:
+        raise ValueError(f"`{taken[0]}` is the checkpoint's own key and cannot be in meta")
+    try:
+        # Read back, so that the digest is of what a reader will see (a tuple becomes a list).
+        manifest: dict[str, Any] = json.loads(json.dumps({**own, **meta}, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise CheckpointWriteError(f"the manifest of step {own['step']} is not JSON: {error}") from None
+    manifest["digest"] = digest_of(manifest)
     (partial / MANIFEST).write_bytes(_as_text(manifest))
     flush(partial / MANIFEST)
     flush(partial)
     return manifest
 
 
-def _manifest(own: Mapping[str, Any], meta: Mapping[str, Any]) -> dict[str, Any]:
-    if taken := [key for key in meta if key in OWN_KEYS]:
-        raise ValueError(f"`{taken[0]}` is the checkpoint's own key and cannot be in meta")
-    try:
-        text = json.dumps({**own, **meta}, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the manifest of step {own['step']} is not JSON: {error}") from None
-    # Read back, so that the digest is of what a reader will see (a tuple becomes a list).
-    manifest = json.loads(text)
-    return {**manifest, "digest": digest_of(manifest)}
-
-
 def _as_text(manifest: Mapping[str, Any]) -> bytes:
     return json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
-def _check_same(target: Path, written: Mapping[str, Any]) -> None:
-    there, here = read_manifest(target)["files"], written["files"]
+def _check_same(target: Path, written: Mapping[str, Any]) -> Mapping[str, Any]:
+    manifest = read_manifest(target)
+    there, here = manifest["files"], written["files"]
     if there.keys() != here.keys():
-        raise CheckpointError(
+        raise CheckpointWriteError(
             f"`{target}` is there already, written by another number of processes",
             hint="it is complete: resume from it; or remove it, to save this step again",
         )
     for name, entry in here.items():
         if there[name] != entry:
-            raise CheckpointError(
+            raise CheckpointWriteError(
                 f"`{target}` is there already with other tensors: its SHA-256 is {there[name]['sha256']}, this "
                 f"one's {entry['sha256']}",
                 hint="another run wrote it: choose another folder with `--out`, or remove it",
             )
+    return manifest
 
 
 def num_rows(shape: Sequence[int]) -> int:
@@ -421,7 +427,7 @@ def _pieces(manifest: Mapping[str, Any]) -> dict[str, dict[str, Piece]]:
 
 
 def _check_pieces(file: Path, manifest: Mapping[str, Any]) -> None:
-    """Refuses a table of tensors some rows of which are in no file, or in two."""
+    """Refuses a table of tensors with rows that are in no file, or in two."""
     for name, entry in manifest["tensors"].items():
         rows, shape = entry.get("rows") or {}, entry["shape"]
         named = [*rows] or [entry.get("file", STATE)]
@@ -431,9 +437,9 @@ def _check_pieces(file: Path, manifest: Mapping[str, Any]) -> None:
         covered = all(len(each) == 2 and each[0] == end for each, end in zip(ranges, ends, strict=False))
         fits = covered and ends[-1] == whole[0][1] and bool(shape or not rows)
         if not fits or any(each not in manifest["files"] for each in named):
-            raise damaged(file, f"it does not say where all rows of tensor `{name}` are")
+            raise damage_error(file, f"it does not say where all rows of tensor `{name}` are")
         if entry["dtype"] not in DTYPES:
-            raise damaged(file, f"tensor `{name}` has dtype {entry['dtype']}")
+            raise damage_error(file, f"tensor `{name}` has dtype {entry['dtype']}")
 
 
 def step_folders(folder: Path) -> list[Path]:
@@ -454,16 +460,16 @@ def check_complete(path: Path) -> dict[str, Any]:
         try:
             size = (path / name).stat().st_size
         except FileNotFoundError:
-            raise damaged(path, f"`{name}` is missing") from None
+            raise damage_error(path, f"`{name}` is missing") from None
         if size != entry["bytes"]:
-            raise damaged(path / name, f"it has {size} bytes, expected {entry['bytes']}")
+            raise damage_error(path / name, f"it has {size} bytes, expected {entry['bytes']}")
     return manifest
 
 
 def _refuse_pickles(path: Path) -> None:
     for entry in sorted(path.iterdir()):
         if entry.suffix.lower() in PICKLES:
-            raise CheckpointError(
+            raise CheckpointReadError(
                 f"`{entry}` is a pickle, which runs code when it is loaded, and is not part of a checkpoint",
                 hint="remove it: a checkpoint is safetensors and JSON",
             )
@@ -475,8 +481,3 @@ def _is_intact(path: Path) -> bool:
         return all(describe_file(path / name) == entry for name, entry in files.items())
     except (DamagedCheckpointError, OSError):
         return False
-
-
-def _read(file: Path, most: int) -> bytes:
-    with reading(file):
-        return read_bytes(file, most)

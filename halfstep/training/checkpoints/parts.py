@@ -27,15 +27,20 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.state_format import Part, Snapshot, Stored
 from halfstep.training.checkpoints.checkpoint import (
     FORMAT_OF_PARTS,
+    name_write_errors,
     num_rows,
     open_folder,
     put_in_place,
     remove_leftovers,
     table,
     write_manifest,
-    writing,
 )
-from halfstep.training.checkpoints.tensors import CheckpointError, describe_file, write_tensors
+from halfstep.training.checkpoints.tensors import (
+    CheckpointError,
+    CheckpointWriteError,
+    describe_file,
+    write_tensors,
+)
 from halfstep.training.files import write_whole
 
 PATIENCE = 600.0  # seconds that a rank waits for the others
@@ -52,7 +57,7 @@ def save_part(
     ranks: int,
     token: str,
 ) -> Path:
-    """Writes what this rank has of a checkpoint and returns its folder, once all ranks have written theirs.
+    """Writes this rank's part of a checkpoint; returns the folder once all ranks have written theirs.
 
     `read` returns what this rank is to write: its own rows (`Part`), and whole tensors that no other rank writes.
     `token` is the same on all ranks, and another one for each save. The manifest is that of rank 0.
@@ -60,7 +65,7 @@ def save_part(
     target = folder / f"step-{step:06d}"
     partial = target.with_name(f"{target.name}.partial-{token}")
     try:
-        with writing(target):
+        with name_write_errors(target):
             open_folder(folder, target)
             if rank == 0:
                 remove_leftovers(folder, besides=partial.name)
@@ -69,17 +74,17 @@ def save_part(
     except Exception as error:
         if rank == 0:
             _give_up(partial)
-        elif folder.is_dir() and _failed(partial).name in os.listdir(folder):
-            raise _given_up(partial, target) from None
+        elif folder.is_dir() and _failed_folder(partial).name in os.listdir(folder):
+            raise _given_up_error(partial, target) from None
         else:
-            _tell_why(partial, rank, ranks, error)
+            _publish_failure(partial, rank, ranks, error)
         raise
     if rank > 0:
         return _wait_for_rank_0(partial, target)
     try:
-        with writing(target):
-            notes = _notes(partial, target, ranks)
-            tensors = _table_of_all(notes, target)
+        with name_write_errors(target):
+            notes = _wait_for_notes(partial, target, ranks)
+            tensors = _merge_tables(notes, target)
             files = {f"{name}.safetensors": note["file"] for name, note in notes.items() if note["file"]}
             for name in notes:
                 (partial / f"{name}.json").unlink()
@@ -105,23 +110,23 @@ def _write_part(partial: Path, arrays: Mapping[str, Stored], rank: int, ranks: i
     described = None
     if arrays:
         write_tensors(file, arrays)
-        described = describe_file(file)
-    _tell(partial, rank, ranks, {"file": described, "tensors": tensors})
+        described = describe_file(file, just_written=True)
+    _publish_note(partial, rank, ranks, {"file": described, "tensors": tensors})
 
 
-def _tell(partial: Path, rank: int, ranks: int, note: Mapping[str, Any]) -> None:
+def _publish_note(partial: Path, rank: int, ranks: int, note: Mapping[str, Any]) -> None:
     write_whole(partial / f"{part_name(rank, ranks)}.json", json.dumps(note).encode())
 
 
-def _tell_why(partial: Path, rank: int, ranks: int, error: Exception) -> None:
-    """Tells rank 0 why there will be no part, on a full disk in the room of that part."""
+def _publish_failure(partial: Path, rank: int, ranks: int, error: Exception) -> None:
+    """Tells rank 0 why this rank writes no part; on a full disk, the unfinished part makes room for the note."""
     with suppress(OSError):  # a disk that takes nothing at all: rank 0 will name the rank that was silent
         (partial / f"{part_name(rank, ranks)}.safetensors").unlink(missing_ok=True)
         reason = error.message if isinstance(error, HalfstepError) else str(error) or "no memory left"
-        _tell(partial, rank, ranks, {"error": reason})
+        _publish_note(partial, rank, ranks, {"error": reason})
 
 
-def _notes(partial: Path, target: Path, ranks: int) -> dict[str, dict[str, Any]]:
+def _wait_for_notes(partial: Path, target: Path, ranks: int) -> dict[str, dict[str, Any]]:
     """Waits for the notes of all ranks and returns them; refuses them as soon as one tells of an error."""
     notes: dict[str, dict[str, Any]] = {}
     over = time.monotonic() + PATIENCE
@@ -133,12 +138,12 @@ def _notes(partial: Path, target: Path, ranks: int) -> dict[str, dict[str, Any]]
                 continue
             note = notes[name] = parse_json(read_bytes(partial / f"{name}.json", MOST_TABLE))
             if "error" in note:
-                raise CheckpointError(
+                raise CheckpointWriteError(
                     f"checkpoint `{target}` cannot be written: rank {rank} failed: {note['error']}",
                     hint="earlier checkpoints are untouched; the next save tries again",
                 )
             if note["file"] and f"{name}.safetensors" not in there:
-                raise CheckpointError(
+                raise CheckpointWriteError(
                     f"checkpoint `{target}` cannot be written: rank 0 does not see what rank {rank} wrote to it",
                     hint="let all machines write to one folder, on a disk that they share, with `--out`",
                 )
@@ -146,7 +151,7 @@ def _notes(partial: Path, target: Path, ranks: int) -> dict[str, dict[str, Any]]
         if not missing:
             return {part_name(rank, ranks): notes[part_name(rank, ranks)] for rank in range(ranks)}
         if time.monotonic() > over:
-            raise CheckpointError(
+            raise CheckpointWriteError(
                 f"checkpoint `{target}` cannot be written: rank {missing[0]} has written nothing for "
                 f"{PATIENCE:.0f} seconds",
                 hint="see whether its machine can still write to the folder; the next save tries again",
@@ -154,7 +159,7 @@ def _notes(partial: Path, target: Path, ranks: int) -> dict[str, dict[str, Any]]
         time.sleep(GLANCE)
 
 
-def _table_of_all(notes: Mapping[str, Mapping[str, Any]], target: Path) -> dict[str, dict[str, Any]]:
+def _merge_tables(notes: Mapping[str, Mapping[str, Any]], target: Path) -> dict[str, dict[str, Any]]:
     """Returns the manifest's table: the whole shape of each tensor, and where its rows are."""
     tensors: dict[str, dict[str, Any]] = {}
     for part, note in notes.items():
@@ -162,62 +167,62 @@ def _table_of_all(notes: Mapping[str, Mapping[str, Any]], target: Path) -> dict[
         for name, here in note["tensors"].items():
             if "rows" not in here:
                 if name in tensors:
-                    raise _ill_fitting(target, name)
+                    raise _ill_fitting_error(target, name)
                 tensors[name] = {"dtype": here["dtype"], "shape": here["shape"], "file": file}
                 continue
             start, total = here["rows"]
             whole = {"dtype": here["dtype"], "shape": [total, *here["shape"][1:]]}
             entry = tensors.setdefault(name, {**whole, "rows": {}})
             if "rows" not in entry or {**entry, "rows": 0} != {**whole, "rows": 0}:
-                raise _ill_fitting(target, name)
+                raise _ill_fitting_error(target, name)
             entry["rows"][file] = [start, start + here["shape"][0]]
     for name, entry in tensors.items():
         end = 0
         for start, stop in sorted(entry.get("rows", {}).values()):
             if start != end:
-                raise _ill_fitting(target, name)
+                raise _ill_fitting_error(target, name)
             end = stop
         if "rows" in entry and end != num_rows(entry["shape"]):
-            raise _ill_fitting(target, name)
+            raise _ill_fitting_error(target, name)
     return tensors
 
 
 def _wait_for_rank_0(partial: Path, target: Path) -> Path:
     """Waits until rank 0 has named the checkpoint, or given it up."""
     over = time.monotonic() + 2 * PATIENCE  # rank 0 may wait for another one, and says which
-    while partial.name in (there := set(os.listdir(target.parent))) and _failed(partial).name not in there:
+    while partial.name in (there := set(os.listdir(target.parent))) and _failed_folder(partial).name not in there:
         if time.monotonic() > over:
-            raise CheckpointError(
+            raise CheckpointWriteError(
                 f"checkpoint `{target}` was not completed by rank 0 for {2 * PATIENCE:.0f} seconds",
                 hint="the error of rank 0 says why; the next save tries again",
             )
         time.sleep(GLANCE)
-    if _failed(partial).name in there or target.name not in there:
-        raise _given_up(partial, target)
+    if _failed_folder(partial).name in there or target.name not in there:
+        raise _given_up_error(partial, target)
     return target
 
 
-def _given_up(partial: Path, target: Path) -> CheckpointError:
+def _given_up_error(partial: Path, target: Path) -> CheckpointError:
     shutil.rmtree(partial, ignore_errors=True)  # this rank may have made it after it was given up
-    return CheckpointError(
+    return CheckpointWriteError(
         f"checkpoint `{target}` was given up by rank 0", hint="its error says why; the next save tries again"
     )
 
 
-def _failed(partial: Path) -> Path:
+def _failed_folder(partial: Path) -> Path:
     return partial.with_name(f"{partial.name}.failed")
 
 
 def _give_up(partial: Path) -> None:
     """Tells the other ranks that there will be no checkpoint, and frees the space."""
     with suppress(OSError):
-        os.rename(partial, _failed(partial))
-        for entry in _failed(partial).iterdir():
+        os.rename(partial, _failed_folder(partial))
+        for entry in _failed_folder(partial).iterdir():
             entry.unlink()
 
 
-def _ill_fitting(target: Path, name: str) -> CheckpointError:
-    return CheckpointError(
+def _ill_fitting_error(target: Path, name: str) -> CheckpointError:
+    return CheckpointWriteError(
         f"checkpoint `{target}` cannot be written: the rows of `{name}` that ranks wrote do not make one tensor",
         hint="give all ranks the same model, policy and sharding",
     )

@@ -30,11 +30,19 @@ DTYPES: Mapping[str, tuple[str, int]] = {
     "F8_E4M3": ("float8_e4m3fn", 1),
     "F8_E5M2": ("float8_e5m2", 1),
 }
-_CHUNK = 1 << 20  # bytes that are hashed at a time if nobody asked for them
+_CHUNK = 1 << 20  # bytes that are hashed at a time where no tensor is wanted
 
 
 class CheckpointError(HalfstepError):
     """A checkpoint that cannot be written or read."""
+
+
+class CheckpointWriteError(CheckpointError):
+    """A checkpoint that cannot be written, by this process or by another rank."""
+
+
+class CheckpointReadError(CheckpointError):
+    """A checkpoint that does not exist, is not complete, or cannot be read by this version."""
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -59,9 +67,9 @@ def write_tensors(file: Path, arrays: Mapping[str, Stored], metadata: dict[str, 
     for name, (dtype, shape, data) in arrays.items():
         view = views[name] = np.frombuffer(data, dtype=np.uint8)
         if dtype not in DTYPES:
-            raise CheckpointError(f"a checkpoint cannot hold dtype `{dtype}`; it must be {one_of(DTYPES)}")
+            raise CheckpointWriteError(f"a checkpoint cannot hold dtype `{dtype}`; it must be {one_of(DTYPES)}")
         if view.nbytes != (size := math.prod(shape) * DTYPES[dtype][1]):
-            raise CheckpointError(
+            raise CheckpointWriteError(
                 f"`{name}` of {dtype} and shape {list(shape)} has {view.nbytes} bytes, expected {size}"
             )
         specs[name] = TensorSpec(
@@ -77,9 +85,9 @@ def write_tensors(file: Path, arrays: Mapping[str, Stored], metadata: dict[str, 
 
 
 def read_header(file: Path, expected: Mapping[str, Any], held: Mapping[str, Piece]) -> dict[str, tuple[int, int]]:
-    """Returns where in a safetensors file the bytes of each tensor are, in their order; checks what is there."""
+    """Returns where the bytes of each tensor are in a file, in order; checks them against the manifest."""
     try:
-        with reading(file), open_regular(file) as opened:
+        with name_read_errors(file), open_regular(file) as opened:
             found = _parse_header(opened, expected["bytes"])
         there = {name: (dtype, shape) for name, (dtype, shape, _, _) in found.items()}
         stated = {name: (each.dtype, each.shape) for name, each in held.items()}
@@ -87,9 +95,9 @@ def read_header(file: Path, expected: Mapping[str, Any], held: Mapping[str, Piec
             was, now = stated.get(name), there.get(name)
             if was != now:
                 reason = f"tensor `{name}` is {_shown(now)} in {file.name}, expected {_shown(was)}"
-                raise damaged(file.parent / MANIFEST, reason)
+                raise damage_error(file.parent / MANIFEST, reason)
     except DamagedCheckpointError:
-        with reading(file):
+        with name_read_errors(file):
             sha256 = describe_file(file)["sha256"]
         check_digest(file, sha256, expected)
         raise
@@ -113,11 +121,11 @@ def _parse_header(opened: BufferedReader, size: int) -> dict[str, tuple[str, tup
         if last != size:
             raise ValueError(f"{last} bytes are described")
     except (ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
-        raise damaged(file, f"it does not read as safetensors ({error})") from None
+        raise damage_error(file, f"it does not read as safetensors ({error})") from None
     return found
 
 
-def fill(
+def read_rows(
     file: Path,
     expected: Mapping[str, Any],
     header: Mapping[str, tuple[int, int]],
@@ -125,29 +133,29 @@ def fill(
     wanted: Mapping[str, tuple[int, int]],
     arrays: Mapping[str, Stored],
 ) -> None:
-    """Reads a file once, hashes all of it, and puts the rows that are wanted into their place."""
+    """Reads a file once, hashes all of it, and copies the rows that are wanted into their arrays."""
     sha256 = hashlib.sha256()
     scrap = memoryview(bytearray(_CHUNK))
-    with reading(file), open_regular(file) as opened:
+    with name_read_errors(file), open_regular(file) as opened:
 
-        def take(into: memoryview) -> None:
+        def read_into(into: memoryview) -> None:
             got = opened.readinto(into)
             if got != len(into):
-                raise damaged(file, "it ends early")
+                raise damage_error(file, "it ends early")
             sha256.update(into)
 
-        def pass_to(place: int) -> None:
+        def skip_to(place: int) -> None:
             while (left := place - opened.tell()) > 0:
-                take(scrap[: min(left, _CHUNK)])
+                read_into(scrap[: min(left, _CHUNK)])
 
         for name, (begin, end) in header.items():
             (start, stop, _, _), (first, last) = held[name], wanted[name]
             low, high = max(start, first), min(stop, last)
             if low < high and begin < end:
                 size = (end - begin) // (stop - start)
-                pass_to(begin + (low - start) * size)
-                take(memoryview(arrays[name].data)[(low - first) * size : (high - first) * size])
-        pass_to(expected["bytes"])
+                skip_to(begin + (low - start) * size)
+                read_into(memoryview(arrays[name].data)[(low - first) * size : (high - first) * size])
+        skip_to(expected["bytes"])
     check_digest(file, sha256.hexdigest(), expected)
 
 
@@ -159,34 +167,34 @@ def overlaps(held: Mapping[str, Piece], wanted: Mapping[str, tuple[int, int]]) -
 def check_digest(file: Path, sha256: str, expected: Mapping[str, Any]) -> None:
     """Refuses a file whose SHA-256 is not the one its manifest states."""
     if sha256 != expected["sha256"]:
-        raise damaged(file, f"its SHA-256 is {sha256}, expected {expected['sha256']}")
+        raise damage_error(file, f"its SHA-256 is {sha256}, expected {expected['sha256']}")
 
 
 def _shown(described: tuple[str, tuple[int, ...]] | None) -> str:
     return "absent" if described is None else f"{described[0]} of shape {list(described[1])}"
 
 
-def describe_file(file: Path) -> dict[str, Any]:
-    """Returns what a manifest says of a file."""
-    with open_regular(file) as opened:
+def describe_file(file: Path, *, just_written: bool = False) -> dict[str, Any]:
+    """Returns what a manifest says of a file, which may be a pipe or a device unless it was `just_written`."""
+    with open(file, "rb") if just_written else open_regular(file) as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     return {"sha256": digest, "bytes": file.stat().st_size}
 
 
 @contextmanager
-def reading(file: Path) -> Iterator[None]:
-    """Inside, an error of the system becomes one of ours."""
+def name_read_errors(file: Path) -> Iterator[None]:
+    """Turns an OSError in the block into a checkpoint error that names the file."""
     try:
         yield
     except FileNotFoundError:
-        raise damaged(file.parent, f"`{file.name}` is missing") from None
+        raise damage_error(file.parent, f"`{file.name}` is missing") from None
     except OSError as error:
         if error.errno == errno.EIO:  # the disk gave up on a block
-            raise damaged(file, "the disk cannot read it (I/O error)") from None
-        raise CheckpointError(f"`{file}` cannot be read: {error.strerror or error}") from None
+            raise damage_error(file, "the disk cannot read it (I/O error)") from None
+        raise CheckpointReadError(f"`{file}` cannot be read: {error.strerror or error}") from None
 
 
-def damaged(place: Path, reason: str) -> DamagedCheckpointError:
+def damage_error(place: Path, reason: str) -> DamagedCheckpointError:
     """Returns the error of a file that is not what was written."""
     return DamagedCheckpointError(
         f"`{place}` is damaged: {reason}",

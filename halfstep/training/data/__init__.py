@@ -1,11 +1,11 @@
 """What a run reads: from a source to the tokens of each update. Each row imports only rows above it.
 
-types, file_kinds, permutation, prefetch
-token_bytes
-corpus, tokenizer_base
-index, tokenizer_libraries
+types, prefetch
+tokenizer_base
+corpus, index
 checksums, walk
 shards, text, tokenizers
 packed, batches
-load, and pack/: sources <- blocks <- encode <- writer, repair <- pack <- train_tokenizer
+pack/: sources <- blocks <- encode <- writer <- pack <- train_tokenizer
+load
 """

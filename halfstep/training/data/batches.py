@@ -11,9 +11,10 @@ window, with any number of ranks. A checkpoint records which of two orders was u
 
     sorted   up to 2^20 windows: the stable argsort of W words of Philox keyed by (seed, epoch). numpy guarantees
              the words across versions, but not its shuffle.
-    keyed    beyond: a permutation that takes no memory and no time to sort (permutation.py)
+    keyed    beyond: a permutation that takes no memory and no time to sort (`Permutation`)
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypedDict
@@ -22,9 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.config.run import RunConfig
-from halfstep.training.data.permutation import Permutation
 from halfstep.training.data.shards import ShardedTokens
-from halfstep.training.data.types import DataError, Tokens
+from halfstep.training.data.types import DataMismatchError, DataSizeError, Tokens
 
 TokenBatch: TypeAlias = NDArray[np.int32]
 
@@ -70,7 +70,7 @@ class Batches:
         self.order = "sorted" if self.num_windows <= SORTED_AT_MOST else "keyed"
         self._cached: tuple[int, NDArray[np.int64] | Permutation] | None = None  # of the last epoch asked for
         if self.windows_per_step > self.num_windows:
-            raise DataError(
+            raise DataSizeError(
                 f"an update needs {batch} x {micro_batches} = {self.windows_per_step} sequences, but {name} has "
                 f"only {self.num_windows}: {len(tokens)} tokens in sequences of {context}",
                 hint="lower training.batch or training.micro_batches, or provide more text",
@@ -102,11 +102,11 @@ class Batches:
         if batch % ranks == 0:
             return np.split(windows, ranks, axis=1)[rank]
         if ranks > micro * batch:
-            raise DataError(
+            raise DataSizeError(
                 f"an update has {micro} x {batch} = {micro * batch} sequences, which is fewer than {ranks} ranks",
                 hint="raise training.batch, or start fewer processes",
             )
-        raise DataError(
+        raise DataSizeError(
             f"{micro * batch} sequences, in micro-batches of {batch}, cannot be divided among {ranks} ranks",
             hint=f"make training.batch or training.micro_batches a multiple of {ranks}, or start "
             f"{_fitting(micro, batch, ranks)} processes",
@@ -133,7 +133,7 @@ class Batches:
         """Refuses to resume from a position that was counted in a different order."""
         order = position.get("order", "sorted")  # the only one before it was recorded
         if order != self.order:
-            raise DataError(
+            raise DataMismatchError(
                 f"the run read its data in the order `{order}`, but this version of halfstep would continue in "
                 f"`{self.order}`: it would repeat some windows and omit others",
                 hint="resume with the version of halfstep that started the run, or start a new run with --out",
@@ -149,7 +149,7 @@ class Batches:
             windows[chosen] = self._order(epoch)[indices[chosen]]
         return windows * self.context
 
-    def _order(self, epoch: int) -> NDArray[np.int64] | Permutation:
+    def _order(self, epoch: int) -> "NDArray[np.int64] | Permutation":
         cached = self._cached  # read once: a prefetch thread may be working on another epoch
         if cached is None or cached[0] != epoch:
             generator = np.random.Philox(key=np.array([self.seed & _WORD, epoch], dtype=np.uint64))
@@ -190,7 +190,7 @@ def validation_batches(
 def validation_readers(
     tokens: Tokens, *, context: int, batch: int, limit_tokens: int, name: str = "the held-out text"
 ) -> Sequence[Callable[[], TokenBatch]]:
-    """Returns a function for each of those batches, which reads it."""
+    """Returns a function for each batch of `validation_batches`, which reads that batch."""
     num_windows = min(_count_windows(tokens, context, name), max(1, limit_tokens // context))
     starts = range(0, num_windows * context, context)
 
@@ -232,9 +232,43 @@ def _count_pairs(tokens: Tokens, vocabulary: int) -> tuple[NDArray[np.int64], ND
 
 def _count_windows(tokens: Tokens, context: int, name: str) -> int:
     if len(tokens) < context + 1:
-        raise DataError(
+        raise DataSizeError(
             f"{name} is shorter than one sequence: it has {len(tokens)} tokens, but a sequence needs "
             f"{context + 1} (the context of {context} and one to predict)",
             hint="provide more text, or train with a lower model.context",
         )
     return (len(tokens) - 1) // context
+
+
+ROUNDS = 12
+
+
+class Permutation:
+    """An order of range(size), keyed by the words of a generator. Index it with an array of places."""
+
+    def __init__(self, size: int, words: np.random.Philox):
+        self.size = size
+        self.keys = [np.uint64(word) for word in words.random_raw(ROUNDS)]
+        self.left = math.isqrt(size - 1) + 1
+        self.right = -(-size // self.left)
+
+    def __getitem__(self, places: NDArray[np.int64], /) -> NDArray[np.int64]:
+        items = self._permute(places.astype(np.uint64))
+        while (outside := items >= self.size).any():
+            items[outside] = self._permute(items[outside])
+        return items.astype(np.int64)
+
+    def _permute(self, places: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        a, b = np.uint64(self.left), np.uint64(self.right)
+        left, right = np.divmod(places, b)
+        for even, odd in zip(self.keys[::2], self.keys[1::2], strict=True):
+            left = (left + _hash(right ^ even)) % a
+            right = (right + _hash(left ^ odd)) % b
+        return left * b + right
+
+
+def _hash(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Returns the upper 32 bits of splitmix64's finalizer, so that adding a digit does not wrap."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (words ^ (words >> np.uint64(31))) >> np.uint64(32)

@@ -1,9 +1,7 @@
-"""The digests of a shard's file, and the checksums that are verified before its tokens are used.
+"""The SHA-256 of a shard's file, and the checksums that are verified before its tokens are used.
 
-    whole file    SHA-256
-    region        16 MiB each: says where damage is
+    whole file    SHA-256, in the index
     chunk         16 KiB each, from byte 0 (the last may be short): CRC-32, little-endian, in a file of their own
-    pages         four of them: a cheap test for a swapped shard
 
 A flipped byte is a token like any other, and a run would silently learn from it. So before tokens are handed out,
 the checksum of every chunk that holds them is verified, once: verifying every time would read eight times the data
@@ -24,20 +22,19 @@ from numpy.typing import NDArray
 from halfstep.config.reading import MOST_TABLE, open_regular, read_bytes
 from halfstep.training.data.index import RESTORE, ShardRecord
 from halfstep.training.data.tokenizer_base import TokenizerIdentity
-from halfstep.training.data.types import DataError
+from halfstep.training.data.types import DamagedDataError
 from halfstep.training.files import os_errors
 
-REGION, CHUNK = 1 << 24, 1 << 14
-PAGE, NUM_PAGES = 4096, 4
+CHUNK = 1 << 14
+CHUNKS_AT_ONCE = 64  # that a pass over a whole file reads
 
 
 @dataclass(frozen=True)
 class Digests:
-    """The digests of a whole file."""
+    """What a pass over a whole file computes."""
 
     sha256: str
-    regions: tuple[str, ...]
-    chunks: bytes  # their checksums: the content of the checksum file
+    chunks: bytes  # the checksums of its chunks: the content of the checksum file
 
     @property
     def sums(self) -> str:
@@ -46,44 +43,32 @@ class Digests:
 
 
 def digests(path: Path) -> Digests:
-    """Computes the SHA-256 of a file, the digests of its regions and the checksums of its chunks in one pass."""
-    whole, regions, chunks = hashlib.sha256(), list[str](), list[int]()
-    for content in read_regions(path):
+    """Computes the SHA-256 of a file and the checksums of its chunks in one pass."""
+    whole, sums = hashlib.sha256(), list[int]()
+    for content in read_blocks(path):
         whole.update(content)
-        regions.append(region_digest(content))
-        chunks += [crc32(content[low : low + CHUNK]) for low in range(0, len(content), CHUNK)]
-    return Digests(whole.hexdigest(), tuple(regions), np.array(chunks, dtype="<u4").tobytes())
+        sums += checksums_of(content)
+    return Digests(whole.hexdigest(), np.array(sums, dtype="<u4").tobytes())
 
 
-def read_regions(path: Path) -> Iterator[bytes]:
-    """Reads a file one region at a time."""
+def read_blocks(path: Path) -> Iterator[bytes]:
+    """Yields the content of a file, several whole chunks at a time."""
     with open_regular(path) as file:
-        while content := file.read(REGION):
+        while content := file.read(CHUNKS_AT_ONCE * CHUNK):
             yield content
 
 
-def region_digest(content: bytes) -> str:
-    """Returns the digest of one region."""
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
-
-
-def page_digest(path: Path) -> str:
-    """Returns the digest of four pages of a file, including the first and the last."""
-    identity = hashlib.blake2b(digest_size=16)
-    with open_regular(path) as file:
-        last = max(0, file.seek(0, 2) - PAGE)
-        for page in range(NUM_PAGES):
-            file.seek(last * page // (NUM_PAGES - 1))
-            identity.update(file.read(PAGE))
-    return identity.hexdigest()
+def checksums_of(content: bytes) -> list[int]:
+    """Returns the checksum of each chunk of `content`, which begins at the start of a chunk."""
+    return [crc32(content[low : low + CHUNK]) for low in range(0, len(content), CHUNK)]
 
 
 def read_listed(path: Path, sha256: str | None) -> bytes:
     """Reads a file of packed data whose SHA-256 the index lists."""
-    with os_errors(DataError, f"cannot read `{path}`", RESTORE):
+    with os_errors(DamagedDataError, f"cannot read `{path}`", RESTORE):
         content = read_bytes(path, MOST_TABLE)
     if hashlib.sha256(content).hexdigest() != sha256:
-        raise DataError(
+        raise DamagedDataError(
             f"`{path}` was changed after it was written: its SHA-256 differs from the index", hint=RESTORE
         )
     return content
@@ -124,7 +109,7 @@ class ChunkVerifier:
         if not self._verified:
             checksums, number = read_checksums(self._folder, self._record), len(_chunks(0, len(self._mapped)))
             if len(checksums) != number:
-                raise DataError(
+                raise DamagedDataError(
                     f"`{self._folder / self._record.checksum_file}` holds {len(checksums)} checksums, but its "
                     f"shard has {number} chunks",
                     hint=RESTORE,

@@ -16,8 +16,8 @@ from hashlib import blake2b
 
 import numpy as np
 
-from halfstep.training.data.token_bytes import TokenBytes
-from halfstep.training.data.types import DataError, Document, Tokens
+from halfstep.training.data.tokenizer_base import TokenBytes
+from halfstep.training.data.types import DataError, Document, HeldOutError, Tokens, VocabularyError
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def split(documents: Sequence[Document], share: float, source: str) -> tuple[lis
     shares = [hash_share(document.content) for document in documents]
     if len(set(shares)) < 2:
         number = "one document" if len(documents) == 1 else f"{len(documents)} equal documents"
-        raise DataError(
+        raise HeldOutError(
             f"`{source}` holds {number}: nothing can be held out without training on it",
             hint="provide more text: at least two different documents",
         )
@@ -74,19 +74,19 @@ def from_texts(
         all(document.content in texts for document in held_out)
         or corpus.validation[:].tobytes().strip() in corpus.train[:].tobytes()
     ):
-        raise trained_on_too(f"`{held_out[0].name}`", "all of it is in the training text too")
+        raise overlap_error(f"`{held_out[0].name}`", "all of it is in the training text too")
     return corpus
 
 
-def trained_on_too(name: str, why: str) -> DataError:
-    """Returns the error of a text that would be on both sides."""
-    return DataError(
+def overlap_error(name: str, why: str) -> DataError:
+    """Returns the error for a text that would be on both sides."""
+    return HeldOutError(
         f"{name} is to be held out, but {why}",
         hint="hold out a text that data.source does not hold (move it elsewhere), or a share, such as 0.1",
     )
 
 
-def only_held_out(held_out: Sequence[Document], description: str, vocabulary: int) -> Corpus:
+def held_out_corpus(held_out: Sequence[Document], description: str, vocabulary: int) -> Corpus:
     """Builds a byte-level corpus to evaluate on, without a text to train on; its digest is of what it holds."""
     corpus = _from_sides((), held_out, description, vocabulary)
     return replace(corpus, digest=corpus.held_out_digest)
@@ -120,7 +120,7 @@ def _check_bytes(documents: Sequence[Document], vocabulary: int) -> None:
         data = np.frombuffer(document.content, dtype=np.uint8)
         largest = int(data.max())
         if largest >= vocabulary:
-            raise DataError(
+            raise VocabularyError(
                 f"`{document.name}` contains byte {largest} at offset {int(data.argmax())}, but the "
                 f"vocabulary has only {vocabulary} tokens, 0 to {vocabulary - 1}",
                 hint="text is read as bytes: use `--set model.vocabulary=256`",

@@ -8,9 +8,9 @@
 
 Opening packed data must not read it, so it is checked at three levels:
 
-    every opening             digest, tokenizer, names and sizes of all shards, their headers, four pages of each
+    every opening             digest, tokenizer, names and sizes of all shards, their headers
     first read of tokens      the checksum of each chunk that holds them
-    `halfstep data verify`    every byte, against the SHA-256 of each shard; regions and chunks locate the damage
+    `halfstep data verify`    every byte, against the SHA-256 of each shard; chunks locate the damage
 
 It holds no times and no paths but the sources as given: packing the same text twice gives the same bytes.
 """
@@ -28,15 +28,14 @@ from halfstep.config.reading import MOST_TABLE, open_regular, parse_json, read_b
 from halfstep.config.schema import Count, Share, build
 from halfstep.core.errors import ConfigError
 from halfstep.training.data.tokenizer_base import TokenizerIdentity
-from halfstep.training.data.types import DataError
+from halfstep.training.data.types import DamagedDataError, DataNotFoundError
 from halfstep.training.files import digest_of, os_errors, write_whole
 
 FORMAT = 1
 # The first entry of a sealed file: a folder of text may well hold an unrelated index.json.
 MARK = "halfstep packed data"
 INDEX, STATE, TOKEN_BYTES = "index.json", "packing.json", "token_bytes.npy"
-RESTORE = "copy it back, or run the same `halfstep data pack` again to restore it"
-_PACK_AGAIN = "copy it back, or remove the folder and pack again"
+RESTORE = "copy it back, or remove the folder and pack again"
 T = TypeVar("T")
 _NAME = re.compile(r"\w[\w.-]*")
 
@@ -50,8 +49,6 @@ class ShardRecord:
     bytes: Count | None  # the text its tokens stand for, if known
     documents: Count  # that begin in it
     sha256: str
-    pages: str
-    regions: tuple[str, ...]
     sums: str = ""  # the SHA-256 of its checksum file; empty if packed by a version without checksums
 
     @property
@@ -73,7 +70,7 @@ class SideRecord:
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """What was packed, as it was given, and how it is recognized."""
+    """A source that was packed, as it was given, and what identifies it."""
 
     given: str
     files: Count
@@ -83,7 +80,7 @@ class SourceRecord:
 
 @dataclass(frozen=True)
 class Packing:
-    """The request, of which a part may be None."""
+    """What was requested; a part of it may be None."""
 
     sources: tuple[SourceRecord, ...]
     field: str
@@ -122,14 +119,14 @@ def read_index(folder: Path) -> Index:
     """Reads the index of a folder; refuses one that was edited or damaged."""
     path = folder / INDEX
     if not path.is_file() and (folder / STATE).is_file():
-        raise DataError(
+        raise DataNotFoundError(
             f"the packing in `{folder}` is not finished",
             hint="run the same `halfstep data pack` again to resume it",
         )
     if not path.is_file():
         gone = "is not a folder of packed data" if folder.exists() else "cannot be read: there is no folder"
-        raise DataError(f"`{folder}` {gone}", hint="name a folder that `halfstep data pack` wrote")
-    index = unsealed(path, Index)
+        raise DataNotFoundError(f"`{folder}` {gone}", hint="name a folder that `halfstep data pack` wrote")
+    index = read_verified(path, Index)
     for name in (*(record.name for record in index.shards), index.tokenizer.file):
         if name is not None:
             check_name(name, path)
@@ -156,31 +153,31 @@ def sealed(table: Mapping[str, Any]) -> bytes:
     return json.dumps({**marked, "digest": digest_of(marked)}, indent=1).encode() + b"\n"
 
 
-def unsealed(path: Path, kind: type[T]) -> T:
+def read_verified(path: Path, kind: type[T]) -> T:
     """Reads a sealed table of some kind; checks its digest and its fields."""
-    with os_errors(DataError, f"cannot read `{path}`", "name a folder that `halfstep data pack` wrote"):
+    with os_errors(DataNotFoundError, f"cannot read `{path}`", "name a folder that `halfstep data pack` wrote"):
         content = read_bytes(path, MOST_TABLE)
     try:
         table = parse_json(content)
     except ValueError as error:
-        raise DataError(f"`{path}` is not JSON: {error}", hint=_PACK_AGAIN) from None
+        raise DamagedDataError(f"`{path}` is not JSON: {error}", hint=RESTORE) from None
     if not isinstance(table, dict) or table.get("digest") != digest_of(table):
-        raise DataError(f"`{path}` was changed after it was written: its digest is wrong", hint=_PACK_AGAIN)
+        raise DamagedDataError(f"`{path}` was changed after it was written: its digest is wrong", hint=RESTORE)
     if table.get("format") != FORMAT:
-        raise DataError(
+        raise DamagedDataError(
             f"`{path}` has format {table.get('format')}; this version of halfstep reads format {FORMAT}",
             hint="use the version of halfstep that wrote it, or pack into another folder",
         )
     try:
         return build(kind, table, others=True)
     except ConfigError as error:
-        raise DataError(f"`{path}` is not what halfstep writes: {error.message}", hint=_PACK_AGAIN) from None
+        raise DamagedDataError(f"`{path}` is not what halfstep writes: {error.message}", hint=RESTORE) from None
 
 
 def check_name(name: str, path: Path) -> None:
     """Refuses a name that points out of the folder of the table that holds it."""
     if not _NAME.fullmatch(name):
-        raise DataError(
+        raise DamagedDataError(
             f"`{path}` points to `{name}`, which is not a file in its own folder",
             hint="halfstep did not write this index: do not use data you do not trust; remove the folder",
         )

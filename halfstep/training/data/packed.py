@@ -8,27 +8,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from zlib import crc32
 
 import numpy as np
-from numpy.typing import NDArray
 
 from halfstep.training.data import checksums
 from halfstep.training.data.corpus import Corpus
 from halfstep.training.data.index import RESTORE, TOKEN_BYTES, Index, ShardRecord, read_index
 from halfstep.training.data.shards import HEADER_BYTES, Shard, ShardedTokens, check_unused, open_shard, split_tail
-from halfstep.training.data.token_bytes import TokenBytes
-from halfstep.training.data.types import DataError
+from halfstep.training.data.tokenizer_base import TokenBytes
+from halfstep.training.data.types import DamagedDataError, DataError, VocabularyError
 
 
 def packed_corpus(folder: Path, share: float, vocabulary: int) -> Corpus:
     """Opens the corpus in a folder of packed data."""
     index = read_index(folder)
     _check_vocabulary(folder, index, vocabulary)
-    checksums.read_tokenizer_file(folder, index.tokenizer)
-    check_names(folder, index)
-    train = ShardedTokens([open_listed(folder, record) for record in index.train.shards], vocabulary)
-    validation = ShardedTokens([open_listed(folder, record) for record in index.val.shards], vocabulary)
+    train, validation = (ShardedTokens(shards, vocabulary) for shards in open_shards(folder, index))
     digest = index.digest
     if len(validation):
         check_unused(share, f"`{folder}` was packed with held-out text of its own (`data pack --validation`)")
@@ -66,7 +61,7 @@ def _bytes_per_token(index: Index) -> float | None:
 
 def _check_vocabulary(folder: Path, index: Index, vocabulary: int) -> None:
     if index.tokenizer.vocabulary > vocabulary:
-        raise DataError(
+        raise VocabularyError(
             f"`{folder}` was packed with the tokenizer {index.tokenizer.name}, which has "
             f"{index.tokenizer.vocabulary} tokens, but model.vocabulary is {vocabulary}",
             hint=f"use `--set model.vocabulary={-(-index.tokenizer.vocabulary // 128) * 128}`, or pack with a "
@@ -74,13 +69,19 @@ def _check_vocabulary(folder: Path, index: Index, vocabulary: int) -> None:
         )
 
 
-def check_names(folder: Path, index: Index) -> None:
-    """Refuses a shard that the index does not list: it may belong to another packing."""
+def open_shards(folder: Path, index: Index) -> tuple[list[Shard], list[Shard]]:
+    """Opens the shards of both sides, with all checks that do not read them.
+
+    Refuses a shard that the index does not list: it may belong to another packing.
+    """
+    checksums.read_tokenizer_file(folder, index.tokenizer)
     if unlisted := _unlisted(folder, index):
-        raise DataError(
+        raise DamagedDataError(
             f"`{folder / unlisted[0]}` is not in the index of its folder",
             hint="remove it, or pack into another folder",
         )
+    train, val = ([_open_listed(folder, record) for record in side.shards] for side in (index.train, index.val))
+    return train, val
 
 
 def _unlisted(folder: Path, index: Index) -> list[str]:
@@ -88,20 +89,14 @@ def _unlisted(folder: Path, index: Index) -> list[str]:
     return sorted(path.name for path in folder.glob("*.bin") if path.name not in listed)
 
 
-def open_listed(folder: Path, record: ShardRecord) -> Shard:
-    """Opens a shard of the index, with all checks that do not read it."""
+def _open_listed(folder: Path, record: ShardRecord) -> Shard:
     path = folder / record.name
     if not path.is_file():
-        raise DataError(f"shard `{path}` is missing; the index lists it", hint=RESTORE)
+        raise DamagedDataError(f"shard `{path}` is missing; the index lists it", hint=RESTORE)
     shard = open_shard(path)
     if len(shard.tokens) != record.tokens:
-        raise DataError(
+        raise DamagedDataError(
             f"shard `{path}` holds {len(shard.tokens)} tokens, but the index says {record.tokens}", hint=RESTORE
-        )
-    if checksums.page_digest(path) != record.pages:
-        raise DataError(
-            f"shard `{path}` is not the one that was packed: some of its pages differ",
-            hint=f"{RESTORE}; `halfstep data verify {folder}` says what is damaged, and where",
         )
     if not record.sums:
         return shard  # packed by a version without checksums
@@ -162,36 +157,26 @@ def _verify_shard(path: Path, record: ShardRecord, read: Callable[[int], object]
             yield Damage(path.name, f"holds {tokens} tokens, but the index says {record.tokens}")
     except DataError as error:
         yield Damage(path.name, error.message)
-    whole, damage, end, number = sha256(), list[Damage](), 0, 0
+    whole, spans, end = sha256(), list[tuple[int, int]](), 0
     try:
         sums = checksums.read_checksums(path.parent, record)
     except DataError:  # reported as damage of the checksum file
         sums = np.empty(0, dtype="<u4")
-    for number, content in enumerate(checksums.read_regions(path), 1):
+    for content in checksums.read_blocks(path):
         whole.update(content)
-        first, end = end, end + len(content)
-        expected = record.regions[number - 1] if number <= len(record.regions) else None
-        if checksums.region_digest(content) != expected:
-            spans = _narrow_down(content, first, sums)
-            damage += [Damage(path.name, _describe_span(path, record, *span), *span) for span in spans]
+        for number, checksum in enumerate(checksums.checksums_of(content), end // checksums.CHUNK):
+            low = number * checksums.CHUNK
+            if number < len(sums) and checksum != sums[number]:
+                begin = spans.pop()[0] if spans and spans[-1][1] == low else low
+                spans.append((begin, min(low + checksums.CHUNK, end + len(content))))
+        end += len(content)
         read(len(content))
-        if expected is None:
-            break  # the file is longer than what was packed, perhaps by a lot
-    if number < len(record.regions):
-        damage.append(Damage(path.name, f"ends at byte {end}", end, None))
-    if damage or whole.hexdigest() != record.sha256:
-        yield from damage or [Damage(path.name, "its SHA-256 differs from the index")]
-
-
-def _narrow_down(content: bytes, first: int, sums: NDArray[np.uint32]) -> list[tuple[int, int]]:
-    """Returns the damaged byte ranges of a region that begins at byte `first`, as precisely as chunks allow."""
-    end, spans = first + len(content), list[tuple[int, int]]()
-    for low in range(first, end, checksums.CHUNK):
-        chunk, number = content[low - first : low - first + checksums.CHUNK], low // checksums.CHUNK
-        if number < len(sums) and crc32(chunk) != sums[number]:
-            begin = spans.pop()[0] if spans and spans[-1][1] == low else low
-            spans.append((begin, low + len(chunk)))
-    return spans or [(first, end)]
+        if end > HEADER_BYTES + 4 * record.tokens:  # in uint32, the wider of the two
+            break  # longer than what was packed, perhaps by a terabyte: the rest need not be read
+    for span in spans:
+        yield Damage(path.name, _describe_span(path, record, *span), *span)
+    if not spans and whole.hexdigest() != record.sha256:
+        yield Damage(path.name, "its SHA-256 differs from the index")
 
 
 def _describe_span(path: Path, record: ShardRecord, first: int, last: int) -> str:

@@ -32,7 +32,14 @@ from halfstep.config.reading import open_regular
 from halfstep.config.run import DataConfig
 from halfstep.training.data.checksums import ChunkVerifier
 from halfstep.training.data.corpus import Corpus
-from halfstep.training.data.types import DataError, TokenArray
+from halfstep.training.data.types import (
+    DamagedDataError,
+    DataContentError,
+    DataNotFoundError,
+    HeldOutError,
+    TokenArray,
+    VocabularyError,
+)
 from halfstep.training.files import os_errors
 
 MAGIC = 20240520
@@ -67,7 +74,7 @@ class Shard:
     def check_size(self) -> None:
         """Refuses a file that was truncated since it was mapped: reading past its end would kill the process."""
         if self.mapped is not None and (now := self.mapped.size()) < (size := len(self.mapped)):
-            raise DataError(
+            raise DamagedDataError(
                 f"shard `{self.path}` was truncated while it was in use: it has {now} bytes and had {size}",
                 hint="restore it, then continue with --resume",
             )
@@ -91,10 +98,10 @@ class Shard:
         self.check_size()  # chunks reach further than the tokens, and the file may have shrunk meanwhile
         if damage := self.verifier.find_damage(begin, end):
             first, last = (max(0, byte - HEADER_BYTES) // self.tokens.itemsize for byte in damage)
-            raise DataError(
+            raise DamagedDataError(
                 f"shard `{self.path}` is damaged between bytes {damage[0]:,} and {damage[1]:,} "
                 f"(tokens {first:,} to {last:,}): its checksum differs from the packed data",
-                hint="copy it back, or remove it and run the same `halfstep data pack` again to restore it; "
+                hint="copy it back, or remove the folder and pack again; "
                 f"`halfstep data verify {self.path.parent}` lists all damage",
             )
 
@@ -172,7 +179,7 @@ class ShardedTokens:
         shard.verify(low, high)
         if self.vocabulary < 1 << 8 * tokens.itemsize and int(tokens.max()) >= self.vocabulary:
             at = int(tokens.argmax())
-            raise DataError(
+            raise VocabularyError(
                 f"`{shard.path}` contains token {int(tokens[at])} at offset {shard.first + low + at}, but the "
                 f"vocabulary has only {self.vocabulary} tokens, 0 to {self.vocabulary - 1}",
                 hint="set model.vocabulary to the size of the tokenizer the shards were made with; if it is that "
@@ -190,29 +197,31 @@ def header(num_tokens: int, dtype: np.dtype[Any]) -> bytes:
 
 def open_shard(path: Path) -> Shard:
     """Maps a shard whose header agrees with its size."""
-    with os_errors(DataError, f"cannot read shard `{path}`"), open_regular(path) as file:
+    with os_errors(DataNotFoundError, f"cannot read shard `{path}`"), open_regular(path) as file:
         size, raw = path.stat().st_size, file.read(HEADER_BYTES)
     again = "download or write it again"
     if len(raw) < HEADER_BYTES:
         header_only = f"it has {size} bytes, and the header alone takes {HEADER_BYTES}"
-        raise DataError(f"shard `{path}` is truncated: {header_only}", hint=again)
+        raise DamagedDataError(f"shard `{path}` is truncated: {header_only}", hint=again)
     magic, version, num_tokens = (int(word) for word in np.frombuffer(raw, dtype="<i4", count=3))
     if magic != MAGIC:
-        raise DataError(
+        raise DataContentError(
             f"`{path}` is not a token shard: its magic number is {magic}, expected {MAGIC}",
             hint="a shard starts with 256 int32 words: 20240520, 1, the number of tokens",
         )
     if version not in DTYPES:
         known = "1 (uint16 tokens) or 2 (uint32 tokens)"
-        raise DataError(f"shard `{path}` has version {version}, expected {known}", hint=again)
+        raise DataContentError(f"shard `{path}` has version {version}, expected {known}", hint=again)
     if num_tokens < 1:
-        raise DataError(f"shard `{path}` holds {num_tokens} tokens by its header", hint="leave empty shards out")
+        raise DataContentError(
+            f"shard `{path}` holds {num_tokens} tokens by its header", hint="leave empty shards out"
+        )
     dtype = DTYPES[version]
     expected = HEADER_BYTES + dtype.itemsize * num_tokens
     if size != expected:
         problem = "truncated" if size < expected else "longer than its header says"
         sizes = f"it has {size} bytes, expected {expected} for {num_tokens} tokens"
-        raise DataError(f"shard `{path}` is {problem}: {sizes}", hint=again)
+        raise DamagedDataError(f"shard `{path}` is {problem}: {sizes}", hint=again)
     with open_regular(path) as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if hasattr(mapped, "madvise"):
@@ -228,7 +237,7 @@ def shards_corpus(paths: Sequence[Path], share: float, vocabulary: int, source: 
     held_out = [shard for shard in shards if _HELD_OUT.search(shard.path.name)]
     others = [shard for shard in shards if not _HELD_OUT.search(shard.path.name)]
     if not others:
-        raise DataError(
+        raise HeldOutError(
             f"`{source}` has no shard to train on: the name of `{held_out[0].path.name}` marks it as held out",
             hint="add training shards, or rename it without `val`",
         )
@@ -255,10 +264,10 @@ def shards_corpus(paths: Sequence[Path], share: float, vocabulary: int, source: 
 
 
 def check_unused(share: float, why: str) -> None:
-    """Refuses a share to hold out of data that has a side of its own for it. The default holds for other data."""
+    """Refuses a share to hold out of data that has its own held-out side; the default share is not used then."""
     if share != DataConfig.validation:
         default = f"leave data.validation out, or at its default of {DataConfig.validation}"
-        raise DataError(f"data.validation = {share:g} changes nothing: {why}", hint=default)
+        raise HeldOutError(f"data.validation = {share:g} changes nothing: {why}", hint=default)
 
 
 def split_tail(

@@ -21,9 +21,19 @@ from contextlib import suppress
 from pathlib import Path
 
 from halfstep.config.reading import fits_in_memory, read_bytes
-from halfstep.training.data.file_kinds import DESCRIPTIONS, has_splits, is_compressed, is_dataset, kind_of
-from halfstep.training.data.types import DataError, Document
-from halfstep.training.data.walk import UNREADABLE, Walked, describe_skipped, select_files, walk
+from halfstep.training.data.types import DataContentError, DataError, DataSizeError, Document
+from halfstep.training.data.walk import (
+    DESCRIPTIONS,
+    UNREADABLE,
+    Walked,
+    describe_skipped,
+    has_splits,
+    is_compressed,
+    is_dataset,
+    kind_of,
+    select_files,
+    walk,
+)
 from halfstep.training.files import os_errors
 
 STDLIB = "stdlib"
@@ -41,7 +51,7 @@ def stdlib_documents() -> tuple[list[Document], str]:
     root = Path(sysconfig.get_path("stdlib"))
     paths = library_paths(root)
     if not paths:
-        raise DataError(
+        raise DataContentError(
             f"this Python has no standard library as text in `{root}`",
             hint="name a text file or a folder of text with `--set data.source=PATH`",
         )
@@ -75,16 +85,16 @@ def file_documents(path: Path) -> tuple[list[Document], str]:
     if (kind := kind_of(path)) != "text":
         raise _records_error(f"`{path}` is {DESCRIPTIONS[kind]}", str(path))
     _check_size([path], str(path))
-    with os_errors(DataError, f"cannot read `{path}`", "name a text file, a folder of text, or shards"):
+    with os_errors(DataContentError, f"cannot read `{path}`", "name a text file, a folder of text, or shards"):
         content = _read(path)
     if isinstance(content, str):
         otherwise = "token shards must be named `*.bin`; convert other text to UTF-8"
-        raise DataError(
+        raise DataContentError(
             f"`{path}` is {content}; it must be UTF-8 text",
             hint="decompress it, for example with gunzip or unzstd" if is_compressed(path) else otherwise,
         )
     if not content.strip():
-        raise DataError(f"`{path}` is empty", hint="provide a file with text in it")
+        raise DataContentError(f"`{path}` is empty", hint="provide a file with text in it")
     documents = [Document(str(path), piece, str(path)) for piece in cut(content)]
     return documents, f"file `{path}` in {len(documents)} pieces"
 
@@ -140,7 +150,7 @@ def _read_several(walked: Walked, root: Path | None, what: str, source: str) -> 
     records = Counter({DESCRIPTIONS[kind]: number for kind, number in kinds.items() if kind != "text"})
     description = _describe(what, documents, Counter(unread) + Counter(walked.skipped) + records)
     if not documents:
-        raise DataError(
+        raise DataContentError(
             f"there is no text in {description}",
             hint="text is any UTF-8 file that is not empty; dot files are ignored",
         )
@@ -148,20 +158,20 @@ def _read_several(walked: Walked, root: Path | None, what: str, source: str) -> 
 
 
 def _check_size(paths: Iterable[Path], source: str) -> None:
-    """Refuses text that memory cannot hold, before it is read: as it is, in documents, and joined."""
+    """Refuses text, before it is read, that memory cannot hold three times: as files, documents, and joined."""
     size = 0
     for path in paths:
         with suppress(OSError):  # it is skipped, and counted
             size += path.stat().st_size
     if not fits_in_memory(3 * size):
-        raise DataError(
+        raise DataSizeError(
             f"`{source}` holds {size:,} bytes of text, which a run reads into memory three times over",
             hint=f"`halfstep data pack {source} --tokenizer bytes --out packed` makes shards, read in parts",
         )
 
 
 def _records_error(problem: str, source: str) -> DataError:
-    return DataError(
+    return DataContentError(
         f"{problem}, but a run reads text or token shards",
         hint=f"`halfstep data pack {source} --tokenizer bytes --out packed` makes token shards of it, for "
         "`--set data.source=packed`; `halfstep data pack --help` names other tokenizers",

@@ -6,6 +6,9 @@ skipped, counted     folders of runs and of packed data: what halfstep wrote is 
                      dangling links; pipes, sockets and devices, which may never end
 followed             links to files and folders. Each file is read once: a file in the folder itself under its
                      own name, a file that only links lead to under the first of them. So loops end
+
+The name alone says what a file holds: text, or records (JSONL, tables), which `halfstep data pack` reads and a run
+does not.
 """
 
 import errno
@@ -17,9 +20,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from halfstep.training.data.index import INDEX, STATE, is_marked
-from halfstep.training.data.types import DataError
+from halfstep.training.data.types import DataContentError
 from halfstep.training.files import PARTIAL, is_lock
 from halfstep.training.paths import CHECKPOINTS, CONFIG, EVENTS, LOCK
 
@@ -43,12 +47,12 @@ def walk(root: Path, ignore: Iterable[str] = ()) -> Walked:
     walker = _Walker({*ignore, *_IGNORED_FOLDERS})
     names = _names(root)
     if _is_run(names):
-        raise DataError(
+        raise DataContentError(
             f"`{root}` is a run folder: the run's own record would be part of the data",
             hint="put the text into a separate folder, and name that one",
         )
     if _is_locked_only(str(root), names):
-        raise DataError(
+        raise DataContentError(
             f"`{root}` holds no text, only a packing that did not finish",
             hint="run the same `halfstep data pack` again",
         )
@@ -97,7 +101,7 @@ class _Walker:
         self.skipped_folders: list[str] = []  # of runs and packed data: links into them are not followed
 
     def enter(self, path: str, real: str) -> None:
-        """Takes what is in a folder and below it, and keeps links for later."""
+        """Collects what is in a folder and below it; links are kept for later."""
         todo = [(path, real)]
         while todo:
             path, real = todo.pop()
@@ -126,7 +130,7 @@ class _Walker:
                     self._take(entry.path, place, kind)
 
     def follow(self, link: str) -> None:
-        """Takes the target of a link, unless it was taken before."""
+        """Collects the target of a link, unless it was collected before."""
         kind, real = _kind_of_target(link), os.path.realpath(link)
         if real.startswith(tuple(self.skipped_folders)):
             return
@@ -180,3 +184,35 @@ def _names(folder: Path) -> set[str]:
         return set(os.listdir(folder))
     except OSError:
         return set()
+
+
+FileKind: TypeAlias = Literal["text", "jsonl", "parquet", "arrow"]
+
+_SUFFIXES: dict[str, FileKind] = {
+    **{name + tail: "jsonl" for name in (".jsonl", ".ndjson") for tail in ("", ".gz", ".zst")},
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+DESCRIPTIONS: dict[FileKind, str]
+DESCRIPTIONS = {"text": "text", "jsonl": "JSONL", "parquet": "parquet", "arrow": "an arrow table"}
+
+
+def kind_of(path: Path) -> FileKind:
+    """Returns the kind of a file by its name."""
+    name = path.name.lower()
+    return next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), "text")
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether a file must be decompressed to be read, by its name."""
+    return path.suffix.lower() in (".gz", ".zst")
+
+
+def is_dataset(folder: Path) -> bool:
+    """Whether a folder is a Hugging Face dataset that `save_to_disk` wrote."""
+    return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+
+
+def has_splits(folder: Path) -> bool:
+    """Whether a folder holds several such datasets as splits of one."""
+    return (folder / "dataset_dict.json").is_file()

@@ -14,9 +14,8 @@ from typing import Any
 from halfstep.core.state_format import Snapshot, Stored
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.checkpoint import Loaded
-from halfstep.training.checkpoints.retention import due_step, good_step, survey
-from halfstep.training.checkpoints.tensors import CheckpointError, DamagedCheckpointError
-from halfstep.training.checkpoints.writer import Saved, Saver
+from halfstep.training.checkpoints.tensors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
+from halfstep.training.checkpoints.writer import Saved, Saver, due_step, good_step, survey
 from halfstep.training.job import Job
 from halfstep.training.run.health import Health
 from halfstep.training.run.signals import StopRequest
@@ -30,8 +29,8 @@ NO_MEMORY = "the host has no memory left for a copy"
 LONG = 1.0  # seconds that training may wait for a save before a warning
 
 
-class Elsewhere(Saver):
-    """The saver of a process whose state rank 0 has too, and saves: each save is done once it is due."""
+class NullSaver(Saver):
+    """The saver of a rank that writes nothing, as rank 0 has the same state: a save is done once it is due."""
 
     def save(
         self,
@@ -41,13 +40,13 @@ class Elsewhere(Saver):
         good: int | None = None,
         due: float | None = None,
     ) -> float:
-        """Notes the step."""
+        """Records the step as saved; writes nothing."""
         self.saved_step = step
         return 0.0
 
 
-def _fail() -> dict[str, Stored]:
-    raise CheckpointError(NO_MEMORY)
+def _raise_no_memory() -> dict[str, Stored]:
+    raise CheckpointWriteError(NO_MEMORY)
 
 
 class Checkpointer:
@@ -80,21 +79,21 @@ class Checkpointer:
         self._is_last = False  # whether no step follows
 
     def save(self, step: int, held_out: float | None = None) -> None:
-        """Saves in the background, after a save in progress; left out if that one takes until the deadline."""
+        """Saves in the background, once the save in progress is done; not if that one lasts past the deadline."""
         if held_out is not None and math.isfinite(held_out):
             self._held_out[step] = held_out
-            self.health.evaluated(step)
+            self.health.note_evaluation(step)
         due, busy = time.perf_counter(), self.saver.is_busy
-        if not self._decided(self.wait()):
+        if not self._agreed(self.wait()):
             return
         meta = self.describe(step, self._held_out.get(step))
         try:
             waited = self.saver.save(step, self._snapshot, meta, self.health.good, due)
         except Exception as error:
-            if not self.session.ran_out(error):
+            if not self.session.is_out_of_memory(error):
                 raise
             took = time.perf_counter() - due
-            reason = CheckpointError(f"the checkpoint of step {step}: {NO_MEMORY}")
+            reason = CheckpointWriteError(f"the checkpoint of step {step}: {NO_MEMORY}")
             self._report(Saved(step, None, 0, took, took, reason))
             return
         if busy and waited > LONG and not self._warned_of_waiting:
@@ -109,9 +108,9 @@ class Checkpointer:
         try:
             return self.session.snapshot()
         except Exception as error:
-            if not (self.job.is_sharded and self.session.ran_out(error)):
+            if not (self.job.is_sharded and self.session.is_out_of_memory(error)):
                 raise
-            return _fail
+            return _raise_no_memory
 
     def report(self) -> None:
         """Reports the saves that ended since the last call, and events that the disk refuses."""
@@ -134,36 +133,36 @@ class Checkpointer:
     def save_last(self, step: int) -> bool:
         """Waits for the last save; returns whether it was in time. Failing is an error, unless asked to stop."""
         give_up, held_out, self._is_last = math.inf, self._held_out.get(step), True
-        while self._decided(self.wait()):
-            if self._decided(self.saver.saved_step == step or step == 0):
+        while self._agreed(self.wait()):
+            if self._agreed(self.saver.saved_step == step or step == 0):
                 return True
             # An earlier one's failure says little.
-            if self._decided(self.failed is not None and self.failed.step == step):
+            if self._agreed(self.failed is not None and self.failed.step == step):
                 give_up = min(give_up, time.monotonic() + PATIENCE)
-                if self._decided(time.monotonic() + PAUSE > give_up):
+                if self._agreed(time.monotonic() + PAUSE > give_up):
                     if self.stop.requested:
                         return False
                     assert self.failed is not None  # a save fails for all ranks
                     assert self.failed.trouble is not None
                     raise self.failed.trouble
                 self._pause()
-            if self._decided(self._left() < self.saver.longest):
+            if self._agreed(self._left() < self.saver.longest):
                 return False
             self.save(step, held_out)
         return False
 
-    def _decided(self, answer: bool) -> bool:
+    def _agreed(self, answer: bool) -> bool:
         """Returns the answer of rank 0, if several ranks write a checkpoint together; else the given one."""
         if not self.job.is_sharded:
             return answer
-        decided = bool(self.job.tell(answer))
+        decided = bool(self.job.broadcast(answer))
         if decided:
             self.saver.wait()  # a save ends for all of them at once
             self.report()
         return decided
 
     def _left(self) -> float:
-        left = self.stop.left(self.deadline)
+        left = self.stop.seconds_left(self.deadline)
         return math.inf if left is None else left
 
     def _pause(self) -> None:
@@ -176,7 +175,7 @@ class Checkpointer:
         there = (
             self.wait() and self.job.owner and due_step(survey(self.saver.folder), self.health.good) is not None
         )
-        there, late = self.job.tell([there, self.saver.is_busy])
+        there, late = self.job.broadcast([there, self.saver.is_busy])
         if there or late:
             return bool(there)
         self.health.spikes.reset()
@@ -203,7 +202,7 @@ class Checkpointer:
     def _load_good(self) -> Loaded:
         """Loads the newest good checkpoint that was due; damaged ones are set aside on the way to it."""
         if not self.job.owner:
-            path = Path(self.job.tell())
+            path = Path(self.job.broadcast())
             return Loaded(path, *checkpoint.load(path, self.session.rows))
         first: DamagedCheckpointError | None = None
         while (step := due_step(there := survey(self.saver.folder), self.health.good)) is not None:
@@ -211,7 +210,7 @@ class Checkpointer:
                 if self.job.is_sharded:
                     checkpoint.verify(there[step].path)  # the parts of other ranks too
                 loaded = Loaded(there[step].path, *checkpoint.load(there[step].path, self.session.rows))
-                self.job.tell(str(loaded.path))
+                self.job.broadcast(str(loaded.path))
                 return loaded
             except DamagedCheckpointError as error:
                 first = first or error
@@ -224,7 +223,7 @@ class Checkpointer:
         """Returns the newest checkpoint whose weights are known to be good, if possible one that was due."""
         there = survey(self.saver.folder)
         step = good_step(there, self.health.good)
-        path = self.job.tell(None if step is None else str(there[step].path))
+        path = self.job.broadcast(None if step is None else str(there[step].path))
         return None if path is None else Path(path)
 
     def note_held_out(self, step: int, held_out: float) -> None:
@@ -232,12 +231,12 @@ class Checkpointer:
         path = self.saver.folder / f"step-{step:06d}"
         if not self.job.owner:
             if math.isfinite(held_out):
-                self.health.evaluated(step)
+                self.health.note_evaluation(step)
             return
         try:
             if math.isfinite(held_out) and checkpoint.read_manifest(path).get("held_out") is None:
                 checkpoint.note(path, held_out=held_out)
-                self.health.evaluated(step)
+                self.health.note_evaluation(step)
         except CheckpointError as error:  # a full disk: the evaluation is still in the events
             self.warn(error.message)
 

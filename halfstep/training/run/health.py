@@ -25,7 +25,7 @@ from halfstep.core.errors import HalfstepError
 
 # A dynamic scale falls from its start to its floor in 16 such steps; nothing else recovers by waiting.
 HOPELESS = 50
-# After so many rollbacks to one checkpoint the data is not to blame.
+# After this many rollbacks to one checkpoint the data is not to blame.
 ROLLBACKS = 3
 # Losses that the median is of, losses it needs, and spikes in a row before a rollback.
 REMEMBERED, NEEDED, IN_A_ROW = 32, 8, 3
@@ -106,7 +106,7 @@ class Health:
         self.good = step - 1
         return None
 
-    def evaluated(self, step: int) -> None:
+    def note_evaluation(self, step: int) -> None:
         """Records a finite held-out loss after a step: no weight is ruined, though the loss may have jumped."""
         if not self.spikes.threshold:
             self.good = step

@@ -27,13 +27,13 @@ import numpy as np
 import safetensors
 
 from halfstep import __version__
-from halfstep.config.carry_over import carry_over
-from halfstep.config.flops import flops_per_token
+from halfstep.config.model import flops_per_token
 from halfstep.config.policy_schedule import PolicySchedule, ScheduleEntry
-from halfstep.config.run import Backend, RunConfig, TrainingConfig, in_words
+from halfstep.config.run import Backend, RunConfig, TrainingConfig, describe_value
 from halfstep.config.schema import Count, build, to_table
+from halfstep.config.weights import carry_over
 from halfstep.core.choice import Choice
-from halfstep.core.errors import ConfigError
+from halfstep.core.errors import ConfigError, ResumeError
 from halfstep.core.policy import Policy
 from halfstep.core.scaling import NoScale
 from halfstep.core.state_format import Stored
@@ -41,9 +41,9 @@ from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.checkpoint import Loaded
 from halfstep.training.data.batches import Batches
 from halfstep.training.data.corpus import Corpus
-from halfstep.training.evaluation import bigram_of
-from halfstep.training.run.folder import changed_settings
+from halfstep.training.evaluation import bigram_entropy
 from halfstep.training.run.health import Health
+from halfstep.training.run.settings import changed_settings
 from halfstep.training.schedule import factor
 from halfstep.training.session import Session, backend_version
 from halfstep.training.telemetry.events import SettingsChange
@@ -84,10 +84,10 @@ class RecordedHealth:
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """What an evaluation reads of a manifest."""
+    """The part of a manifest that an evaluation reads."""
 
     policy: str
-    config: RunConfig
+    config: Mapping[str, Any]
     data: RecordedData
     init: Mapping[str, Any] | None = None
     held_out: float | None = None
@@ -98,7 +98,7 @@ class Recorded:
 
 @dataclass(frozen=True, kw_only=True)
 class Resumable(Recorded):
-    """What a resumed run reads of it."""
+    """The part of a manifest that a resumed run reads."""
 
     choice: Choice | None
     guard: RecordedHealth
@@ -129,7 +129,8 @@ class RunContext:
         """
         changed, session = changed_settings(saved.manifest, self.resolved()), self.session
         before, now = Policy.parse(saved.manifest["policy"]), self.schedule.of_step(saved.manifest["step"])
-        arrays, crosses = saved.arrays or checkpoint.load(saved.path, session.rows)[0], "backend" in changed
+        arrays = saved.arrays or checkpoint.load(saved.path, session.rows, saved.manifest)[0]
+        crosses = "backend" in changed
         if now != session.policy:  # a rollback, to a step of another policy
             session.change_policy(now, keep=False)
         if now != before or crosses:
@@ -151,7 +152,7 @@ class RunContext:
         """Returns what the manifest of a checkpoint holds."""
         return {
             **self._constants,
-            "policy": str(self.session.policy),
+            "policy": self._policy_text,
             "changes": self.changes,
             "data": {
                 "digest": self.corpus.digest,
@@ -197,13 +198,19 @@ class RunContext:
             },
         }
 
+    @property
+    def _policy_text(self) -> str:
+        """The text of the policy that runs. To spell one takes a while; the schedule has spelled them all."""
+        phases = zip(self.schedule.phases, self._constants["schedule"], strict=True)
+        return next(str(phase["policy"]) for (_, policy), phase in phases if policy == self.session.policy)
+
     def describe_start(self) -> dict[str, Any]:
         """Returns the fields of a `start` event, except where it starts."""
         config, device, known = self.config, self.session.description, self._constants
         return {
             "halfstep": __version__,
             **{key: known[key] for key in ("config", "schedule", "choice", "init")},
-            "policy": str(self.session.policy),
+            "policy": self._policy_text,
             "changes": self.changes,
             "backend": {"name": config.backend, "version": known["versions"][config.backend]},
             "device": {"kind": device.kind, "name": device.name},
@@ -214,13 +221,13 @@ class RunContext:
                 "digest": self.corpus.digest,
                 "train_tokens": len(self.corpus.train),
                 "validation_tokens": len(self.corpus.validation),
-                "bigram_bits": bigram_of(self.corpus, config),
+                "bigram_bits": bigram_entropy(self.corpus, config),
             },
             "flops_per_token": flops_per_token(config.model),
         }
 
     def resolved(self) -> RunConfig:
-        """Returns the configuration with the policy that runs in place of `auto`."""
+        """Returns the configuration with `auto` replaced by the policy that runs."""
         return dataclasses.replace(self.config, policy=str(self.policy))
 
 
@@ -235,7 +242,7 @@ def check_manifest(manifest: Mapping[str, Any], path: Path, needed: type[Recorde
         hint = "another halfstep wrote it: use that one; if it is newer, update yours"
         return build(RunConfig, manifest["config"], "config.")
     except ConfigError as error:
-        raise ConfigError(
+        raise ResumeError(
             f"`{path}` cannot be {'resumed' if needed is Resumable else 'used'}: in its manifest, {error.message}",
             hint=hint,
         ) from None
@@ -248,7 +255,7 @@ def _check_optimizer(
     was = saved.manifest["config"].get("backend", backend)
     odd = sorted(name for name in arrays if name.startswith("optimizer.") and name not in ours)
     if odd and was != backend:
-        raise ConfigError(
+        raise ResumeError(
             f"`{saved.path}` was saved on {was} and holds `{odd[0]}` ({len(odd)} such tensors), which no "
             f"optimizer of this run has on {backend}: AdamW and Muon come over, others do not",
             hint=f"resume it on {was}; or begin a new run with its weights: `--init {saved.path} "
@@ -259,7 +266,7 @@ def _check_optimizer(
 def check_same_data(manifest: Mapping[str, Any], path: Path, context: RunContext) -> None:
     """Refuses to resume a checkpoint of other data."""
     if manifest["data"]["digest"] != context.corpus.digest:
-        raise ConfigError(
+        raise ResumeError(
             f"`{path}` was saved with other data: {manifest['data']['description']}; "
             f"now it is {context.corpus.description}",
             hint="if that data moved, name it with `--set data.source=PATH`; or start anew with another --out",
@@ -284,7 +291,8 @@ def describe_changes(
         lines.append(f"{begin} {backend[1]} computes (it was {backend[0]}): {kept}; random states start anew")
     if rest:
         words = [
-            f"{key} is {in_words(key, now)} (it was {in_words(key, was)})" for key, (was, now) in rest.items()
+            f"{key} is {describe_value(key, now)} (it was {describe_value(key, was)})"
+            for key, (was, now) in rest.items()
         ]
         lines.append(f"{begin} {', '.join(words)}{_describe_schedule(manifest, rest, context)}")
     return lines
@@ -308,7 +316,7 @@ def _describe_schedule(manifest: Mapping[str, Any], changed: Collection[str], co
     )
 
 
-def changes(manifest: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def describe_other_bits(manifest: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Returns a warning if other software or hardware computes now: only the same promises the same bits."""
     was, here = _computed_by(manifest), _computed_by(now)
     moved = manifest["config"].get("backend") != now["config"]["backend"]  # which is said on its own

@@ -3,7 +3,7 @@
     every step                    the device counts (session.Watched); nothing is read
     every `monitor.every`         the counts since the last record are copied with a step, and read with that step:
                                   a `layers` event, with what the step's update did to the weights, and
-                                  what the audit's rules say of it, once (findings.py): a `finding` event
+                                  what the audit's rules say of it, once (`Findings`): a `finding` event
     every `monitor.sample_every`  part of the batch runs again after the update: a `sample` event; also at the end
     every `monitor.shadow_every`  the step runs before it is made, in fp32 and with noise (core.compare.shadow): a
                                   `shadow` event, and a `finding` of what noise does not explain, once
@@ -17,15 +17,26 @@ All ranks decide alike, because they decide on the job's numbers. Counts are tho
 and sums of the others. Weights and updates are rank 0's, where all have the same; of weights that ranks share, the
 norms and the share of lost updates are over all parts. Samples are of rank 0's data.
 
+The rules are
+
+    HS101   updates that a narrow weight without a master lost
+    HS409   the input of a layer is beyond the range of its format; only the first such layer is named, because it
+            feeds the others
+    HS410   half of the gradients of a layer's output are below the range of their format. What was computed in
+            fp16 is zero by then, so all are too small if even the largest has less than 4 bits, or if all are zero
+            for STEPS steps while others are not (weights that begin at zero move sooner)
+
+bf16 has the range of fp32: what is not finite there is no matter of the format, and has a `cause` event.
+
 No update and no checkpoint depends on any of this. What is not recorded yet when a run stops is lost; a resumed
 run begins to count anew.
 """
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -33,11 +44,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.config.run import RunConfig
+from halfstep.core.audit.engine import check, registry
+from halfstep.core.audit.finding import Finding, rule_for
+from halfstep.core.audit.record import Operation, Record, is_narrow
 from halfstep.core.compare.shadow import Shadow
-from halfstep.core.observed import COLUMNS, ROLES, WEIGHT_COLUMNS, merge
+from halfstep.core.formats import FP32
+from halfstep.core.observed import (
+    AMAX,
+    COLUMNS,
+    COUNT,
+    OVERFLOW,
+    ROLES,
+    UNDERFLOW,
+    WEIGHT_COLUMNS,
+    LayerInfo,
+    merge,
+)
+from halfstep.core.policy import Policy
+from halfstep.core.roles import is_narrow as is_scaled
 from halfstep.core.scaling import Scale, ScaleAlarm
 from halfstep.training.job import Job
-from halfstep.training.run.findings import Findings, shadow_finding
 from halfstep.training.run.health import Spikes
 from halfstep.training.session import Session, Tokens, Unread
 from halfstep.training.telemetry.events import Events
@@ -116,8 +142,8 @@ class Monitor:
         self._events.write("monitor", step=step, layers=written, every=every, slice=slice)
 
     @contextmanager
-    def around(self, step: int) -> Iterator[None]:
-        """Launches, with a step that is launched inside, what is to be read with it."""
+    def observe_step(self, step: int) -> Iterator[None]:
+        """Launches, where a record is due, the copies of the numbers of the step that the block launches."""
         if self._session is None or not self._is_due(step):
             yield
             return
@@ -145,7 +171,7 @@ class Monitor:
             self._why, self._until, self._rest, self._next = why, step + WHILE, step + WHILE + REST, step
 
     def _record(self, record: _Record) -> None:
-        layers, weights = self._of_all_ranks(record.layers.read(), record.weights.read())
+        layers, weights = self._merge_ranks(record.layers.read(), record.weights.read())
         roles = {
             role: {column: _column(layers[:, at, i], column) for i, column in enumerate(COLUMNS)}
             for at, role in enumerate(ROLES)
@@ -156,13 +182,13 @@ class Monitor:
             self._events.write("finding", step=record.step, **finding.to_dict())
             self._note(f"step {record.step}: {finding.rule}: {finding.message}")
 
-    def _of_all_ranks(self, layers: NDArray[Any], weights: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    def _merge_ranks(self, layers: NDArray[Any], weights: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         if self._job.ranks == 1:
             return layers, weights
         given = self._job.gather([layers.tolist(), weights.tolist()], "adding up the numbers of its layers")
         counts, parts = (np.array([each[i] for each in given], dtype=np.float64) for i in (0, 1))
         added = reduce(merge, counts)
-        return added, _of_parts(parts) if self._job.is_sharded else parts[0]
+        return added, _merge_parts(parts) if self._job.is_sharded else parts[0]
 
     def sample_due(self, step: int) -> str:
         """Returns why to sample after a step; nothing if not."""
@@ -176,7 +202,7 @@ class Monitor:
     def sample(self, step: int, micro_batches: Tokens, why: str) -> None:
         """Runs part of a step's tokens again and records what was seen."""
         assert self._session is not None
-        self._job.doing(f"sampling its layers after step {step}", timed=False)
+        self._job.set_activity(f"sampling its layers after step {step}", timed=False)
         self._next = step + SAMPLES
         with self._meters.part("monitor"):
             seen = self._session.sample(micro_batches)
@@ -191,7 +217,7 @@ class Monitor:
     def shadow(self, step: int, micro_batches: Tokens) -> None:
         """Compares the step that these tokens will make with fp32, and records it."""
         session: Any = self._session
-        self._job.doing(f"comparing step {step} with fp32", timed=False)
+        self._job.set_activity(f"comparing step {step} with fp32", timed=False)
         with self._meters.part("monitor"):
             result: Shadow = session.shadow(micro_batches)
             self._events.write("shadow", step=step, **result.to_event())
@@ -228,10 +254,97 @@ def _or_none(value: float) -> float | None:
     return None if math.isnan(value) else float(value)
 
 
-def _of_parts(parts: NDArray[np.float64]) -> NDArray[np.float64]:
+def _merge_parts(parts: NDArray[np.float64]) -> NDArray[np.float64]:
     """Merges the weight numbers of ranks, each with its own part of the weights."""
     known = ~np.isnan(parts)
     norms = np.sqrt((np.where(known, parts, 0.0)[..., :-1] ** 2).sum(0))
     lost = np.where(known, parts, 0.0)[..., -1].sum(0) / np.maximum(1, known[..., -1].sum(0))
     merged = np.concatenate([norms, lost[:, None]], axis=1)
     return np.where(known.any(0), merged, math.nan)
+
+
+PAGE = "docs/monitor.md#shadows"
+LOST = 0.01  # a share of lost updates that is no accident
+STEPS = 20
+GRADIENT = ROLES.index("gradient")
+_LOST = WEIGHT_COLUMNS.index("lost")
+
+
+class Findings:
+    """What was found in a session so far."""
+
+    def __init__(self, layers: Sequence[LayerInfo], policy: Policy):
+        self._layers = layers
+        self._rounds_at_random = "stochastic" in str(policy)  # then no update is lost on average
+        self._known: set[tuple[str, str]] = set()
+
+    def new(self, counts: NDArray[Any], weights: NDArray[Any], steps: int) -> list[Finding]:
+        """Returns the findings in the numbers of `steps` steps that were not reported before, one per rule."""
+        found = [*check(self._record(counts, steps), select=["HS409", "HS410"]), *self._lost_updates(weights)]
+        fresh = [each for each in found if (each.rule, each.where[0]) not in self._known]
+        self._known |= {(each.rule, each.where[0]) for each in fresh}
+        rules = dict.fromkeys(each.rule for each in fresh)
+        return [_merge_findings([each for each in fresh if each.rule == rule]) for rule in rules]
+
+    def _record(self, counts: NDArray[Any], steps: int) -> Record:
+        smallest = 0.0 if steps >= STEPS and counts[:, GRADIENT, AMAX].any() else np.finfo(np.float32).tiny
+        forward: list[Operation] = []
+        backward: list[Operation] = []
+        for layer, (entered, gradient) in zip(self._layers, counts, strict=True):
+            if _is_short(layer, "activation") and entered[OVERFLOW] and not forward:
+                forward.append(_operation(layer, "activation", entered))
+            if _is_short(layer, "gradient"):
+                operation = _operation(layer, "gradient", gradient)
+                format = layer.format("gradient")
+                if not is_scaled(format) and smallest <= gradient[AMAX] < 16 * format.smallest_subnormal:
+                    operation.underflow = operation.elements
+                backward.append(operation)
+        return Record("run", operations=forward + backward)
+
+    def _lost_updates(self, weights: NDArray[Any]) -> Iterator[Finding]:
+        rule = registry()["HS101"][0]
+        for layer, row in zip(self._layers, weights, strict=True):
+            stepped, lost = layer.formats["weight"], float(row[_LOST])
+            if is_narrow(stepped) and not self._rounds_at_random and lost > LOST:
+                yield rule.finding(
+                    f"weights of `{layer.name}` are stepped in {stepped} without an fp32 master: {lost:.1%} of "
+                    "their updates were lost",
+                    layer.name,
+                    evidence={"lost_share": lost},
+                    policy_rule=rule_for(f"{layer.name}.weight", "param=fp32"),
+                )
+
+
+def _is_short(layer: LayerInfo, role: str) -> bool:
+    """Whether numbers of a role have less range than fp32."""
+    return layer.format(role).max_exponent < FP32.max_exponent
+
+
+def _operation(layer: LayerInfo, role: str, row: NDArray[Any]) -> Operation:
+    backward, format = role == "gradient", layer.formats[role]
+    counts = {"overflow": int(row[OVERFLOW]), "underflow": int(row[UNDERFLOW]), "elements": int(row[COUNT])}
+    about = {"backward": backward, "function": "" if backward else "cast of what enters"}
+    return Operation(layer.name, "other", outputs=[format], amax=float(row[AMAX]), **counts, **about)  # type: ignore[arg-type]
+
+
+def _merge_findings(findings: list[Finding]) -> Finding:
+    """Returns one finding for several of a rule: that of the first layer, with the names of all."""
+    first, *others = findings
+    if not others:
+        return first
+    names = [name for each in findings for name in each.where]
+    shown = ", ".join(names[1:4]) + (", ..." if len(names) > 4 else "")
+    more = f"; the same in {len(others)} other layer{'s' if len(others) > 1 else ''}: {shown}"
+    return replace(first, message=first.message + more, where=names)
+
+
+def shadow_finding(shadow: Shadow) -> Finding | None:
+    """Returns what a shadow found outside of its band; None if nothing."""
+    message = shadow.describe()
+    if not message:
+        return None
+    where = list(shadow.causes or shadow.outside)
+    rule = f'"{shadow.causes[0]}" = "compute=fp32"' if shadow.causes and shadow.causes[0] else None
+    fix = "give it a wider format, or find out what else it does to its numbers"
+    evidence = {"loss": shadow.loss, "loss in fp32": shadow.reference, "layers outside": len(shadow.outside)}
+    return Finding("shadow", message, "warning", "certain", fix, PAGE, None, where, evidence, rule)

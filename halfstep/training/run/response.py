@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from halfstep.core.audit.cause import Cause
-from halfstep.core.errors import ScalingError
+from halfstep.core.errors import ScaleFloorError, ScalingError
 from halfstep.core.policy import Policy
 from halfstep.core.scaling import ScaleAlarm
 from halfstep.training.data.batches import Batches, Place, TokenBatch
@@ -86,7 +86,7 @@ class Responder:
             on = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
             self.checkpointer.bar.note(f"step {step} {then}{on}; its data begins in {place}")
         if health.is_hopeless:
-            raise self._hopeless(step, scale)
+            raise self._hopeless_error(step, scale)
         if not ordinary or message:
             self._search(step, scale)
 
@@ -101,7 +101,7 @@ class Responder:
         self.checkpointer.bar.note(f"step {step}: {cause}")
 
     def _find(self, step: int, scale: float) -> Cause:
-        self.job.doing(f"looking for what made step {step} not finite", timed=False)
+        self.job.set_activity(f"looking for what made step {step} not finite", timed=False)
         cause = self.session.blame(self._tokens(step), scale)
         rank, at = cause.rank or 0, step - 1 + self.health.shift
         where = self.batches.locate(at, rank, self.job.ranks, cause.micro_batch)
@@ -132,13 +132,13 @@ class Responder:
         if self.checkpointer.saver.saved_step is None:
             self.checkpointer.save(self.tally.launched)
 
-    def _hopeless(self, step: int, scale: float) -> ScalingError:
+    def _hopeless_error(self, step: int, scale: float) -> ScalingError:
         self._keep_one()
         cause = self._find(step, scale)
         self.checkpointer.wait()
         good = self.checkpointer.newest_good()
         kept = f"start anew from the weights before it, `--init {good}`, with" if good else "start anew with"
-        return ScalingError(
+        return ScaleFloorError(
             f"{self.health.in_a_row} steps in a row were not finite, up to step {step}; {cause}",
             hint=f"{kept} a lower optimizer.rate; under fp16, let the scale fall with `scale=dynamic`",
         )

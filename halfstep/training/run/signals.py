@@ -1,4 +1,4 @@
-"""Asking a run to stop: a signal sets a mark that the loop checks between steps, which must not be torn in half.
+"""Asking a run to stop: a signal sets a flag that the loop checks between steps, so that none is cut in half.
 
     SIGINT, SIGTERM or SIGHUP    `requested` becomes its name; the loop saves a checkpoint and returns
     a second SIGINT              KeyboardInterrupt, at once
@@ -23,7 +23,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequest:
-    """Whether somebody asked the run to stop. Inside its `with` blocks, which may nest, it receives signals."""
+    """Whether the run was asked to stop. Inside its `with` blocks, which may nest, it receives signals."""
 
     def __init__(self, *, shared: bool = False) -> None:
         self.shared = shared  # whether other processes must know before it counts
@@ -33,7 +33,7 @@ class StopRequest:
         self._interrupted = False  # whether a SIGINT came
         self._before: list[dict[int, Any]] = []  # the handlers to restore, one dictionary per `with` block
 
-    def left(self, deadline: float | None) -> float | None:
+    def seconds_left(self, deadline: float | None) -> float | None:
         """Returns the seconds left of a deadline that began with the signal; None if there is none."""
         return None if deadline is None or self.requested is None else self.at + deadline - time.monotonic()
 

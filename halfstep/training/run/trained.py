@@ -11,7 +11,7 @@ from typing import Literal
 
 from halfstep.config.run import Backend, ParallelConfig, RunConfig
 from halfstep.config.schema import build
-from halfstep.core.errors import ConfigError
+from halfstep.core.errors import OptionError, RunFolderError
 from halfstep.core.policy import Policy
 from halfstep.core.state_format import Stored
 from halfstep.training.checkpoints import checkpoint
@@ -49,7 +49,7 @@ def open_trained(
 ) -> Trained:
     """Loads a run's newest checkpoint, a named one or an artifact.
 
-    `data` is where the data moved to, and `validation` a text to hold out in place of that of the run.
+    `data` is where the data moved to, and `validation` another text to hold out than the run's.
     """
     saved, config = _load(place)
     config = replace(config, parallel=ParallelConfig())  # it is read whole, by one process
@@ -82,12 +82,12 @@ def _load(place: Path) -> tuple[Loaded, RunConfig]:
             if place.exists()
             else f"there is no such folder: `{place}`"
         )
-        raise ConfigError(what, hint=_HINT)
+        raise RunFolderError(what, hint=_HINT)
     found = checkpoint.load_named(place)
     if found is None:
         inside = checkpoint.step_folders(place)
         hint = f"name one of those inside, such as `{inside[-1]}`" if inside else _HINT
-        raise ConfigError(f"`{place}` holds no checkpoint{' itself' if inside else ''}", hint=hint)
+        raise RunFolderError(f"`{place}` holds no checkpoint{' itself' if inside else ''}", hint=hint)
     return found, check_manifest(found.manifest, found.path, Recorded)
 
 
@@ -95,12 +95,12 @@ def _kind(saved: Loaded, config: RunConfig, asked: Kind | None) -> Kind:
     """Returns which weights to take: the average, if it was kept, unless others were asked for."""
     only: Kind | None = saved.manifest.get("weights")  # an artifact holds one of the two
     if only is not None and asked not in (None, only):
-        raise ConfigError(
+        raise OptionError(
             f"--weights {asked}: the artifact `{saved.path}` was made of its run's {only} weights",
             hint=f"name the run itself, or make another with `halfstep artifact RUN --weights {asked}`",
         )
     if asked == "ema" and not config.training.ema:
-        raise ConfigError(
+        raise OptionError(
             f"--weights ema: the run of `{saved.path}` kept no average of its weights",
             hint="use --weights model; `training.ema = 0.999` keeps one while training",
         )

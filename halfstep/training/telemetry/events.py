@@ -152,7 +152,7 @@ class Events:
         self._file: Any = None
 
     def __enter__(self) -> "Events":
-        with _writing(self.path):
+        with _name_write_errors(self.path):
             self._file = os.fdopen(_open(self.path, os.O_CREAT), "ab", buffering=0)
             _remove_torn_line(self.path)
         return self
@@ -210,13 +210,13 @@ class NoEvents(Events):
 def check_writable(path: Path) -> None:
     """Refuses early a file that the writer would refuse."""
     if os.path.lexists(path):
-        with _writing(path):
+        with _name_write_errors(path):
             os.close(_open(path))
             with open_regular(path) as file:
                 _last_line(file)
 
 
-def _writing(path: Path) -> AbstractContextManager[None]:
+def _name_write_errors(path: Path) -> AbstractContextManager[None]:
     hint = "choose a run folder that can be written with `--out`"
     return os_errors(EventsError, f"events cannot be written to `{path}`", hint)
 
@@ -232,7 +232,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def stream_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the same one by one: those of a long run take a lot of memory."""
+    """Yields the events of a file one by one, oldest first: all of a long run's would take much memory."""
     with os_errors(EventsError, f"events cannot be read from `{path}`"), open_regular(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(MOST_LINE), b""), 1):
             if line.endswith(b"\n") or len(line) == MOST_LINE or _is_whole(line):
@@ -262,14 +262,16 @@ class Follower:
                 yield event
 
 
-def begins(*kinds: str) -> tuple[bytes, ...]:
+def line_starts(*kinds: str) -> tuple[bytes, ...]:
     """Returns how the lines of some kinds of events begin, for `newest_first`."""
     return tuple(f'{{"event": "{kind}"'.encode() for kind in kinds)
 
 
 def newest_first(path: Path, begin: bytes | tuple[bytes, ...] = b"") -> Iterator[dict[str, Any]]:
-    """Yields the events of a file from its end, those whose line has a certain beginning; reads no more than
-    needed. Damaged lines are passed over: the checkpoints, and not this record, are what a run resumes from."""
+    """Yields the events of a file, newest first, whose lines begin with `begin`; reads no more than needed.
+
+    Damaged lines are passed over: the checkpoints, and not this record, are what a run resumes from.
+    """
     with os_errors(EventsError, f"events cannot be read from `{path}`"), open_regular(path) as file:
         for line in _backwards(file):
             if line.startswith(begin):
@@ -352,19 +354,14 @@ def _remove_torn_line(path: Path) -> None:
 
 def _last_line(file: BinaryIO) -> int:
     """Returns where the last line begins: after the last newline."""
-    place = end = file.seek(0, os.SEEK_END)
-    while place > 0:
-        if end - place > MOST_LINE:
-            raise OSError(errno.EFBIG, f"its last line has more than {MOST_LINE:,} bytes")
-        size = min(BLOCK, place)
-        place = file.seek(place - size)
-        if (newline := file.read(size).rfind(b"\n")) >= 0:
-            return place + newline + 1
-    return 0
+    line = next(_backwards(file), None)
+    if line is None:
+        raise OSError(errno.EFBIG, f"its last line has more than {MOST_LINE:,} bytes")
+    return file.seek(0, os.SEEK_END) - len(line)
 
 
 def _encode(value: Any, place: str) -> Any:
-    """Returns a value as JSON has it. Device values are refused: writing them would wait for the device."""
+    """Converts a value to JSON. Device values are refused: writing them would wait for the device."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,4 +1,4 @@
-"""Where the time of a run goes, and how busy the device is.
+"""Where the time of a run goes, how busy the device is, and what it could do at most.
 
     wall = training + saving + evaluation + monitor + other
            training = first step + steps;   lost to input is a part of it
@@ -7,35 +7,77 @@ The first step compiles, tunes and warms up: speed, utilization and busy share a
 loop waits for input, an asynchronous device still has the step before to do, so what is lost is the shorter of the
 wait and the device's own pause before the step; if that is unknown, the whole wait.
 
-Model FLOPs utilization is tokens per second x FLOPs per token (halfstep.config.flops) / ceiling (ceiling.py). The
-busy share, by two events that the device timestamps, does not see a pause inside a step: it is an upper bound.
+Model FLOPs utilization is tokens per second x FLOPs per token (config.model) / ceiling. The busy share, by two
+events that the device timestamps, does not see a pause inside a step: it is an upper bound.
+
+The ceiling is the most FLOPs per second that the device does in the policy's `compute` format. Matmuls are timed
+(`halfstep.tools.probe`), and the fastest repeat counts: a data sheet's number holds at clocks that the device does
+not keep. If only matmuls that are mostly launch time were affordable, the ceiling is unknown. fp8 operands, which
+rules give to some matmuls, do not move it: an fp8 run compares with a bf16 run, and may exceed it. A resumed run
+uses the recorded value, unless its device or its format is another.
 """
 
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
-from halfstep.config.flops import flops_per_token
+from halfstep.config.model import flops_per_token
 from halfstep.config.run import RunConfig
-from halfstep.training.telemetry.ceiling import Ceiling
+from halfstep.core.errors import HalfstepError
+from halfstep.core.formats import Format
+from halfstep.core.policy import Policy
+
+_START = b'{"event": "start"'  # how the line of a start begins (events.py)
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """FLOPs per second, and what was measured; or None, and why nothing was."""
+
+    flops: float | None
+    basis: str
+
+    def record(self) -> dict[str, Any]:
+        """Returns the ceiling as the `start` event holds it."""
+        return {"flops": self.flops, "told": self.basis}
+
+    def __str__(self) -> str:
+        return f"unknown: {self.basis}" if self.flops is None else format_flops(self.flops)
+
+
+UNMEASURED = Ceiling(None, "this device was not measured; `halfstep train` measures it")
+
+
+def recorded(events: Path, device: str, fmt: Format) -> Ceiling | None:
+    """Returns the ceiling that an earlier session of the run measured in a format on a device of that name."""
+    from halfstep.training.telemetry.events import newest_first  # loads numpy
+
+    if not events.exists():  # a death before the first event, or a copy of the checkpoints alone
+        return None
+    for start in newest_first(events, _START):
+        flops = (start.get("ceiling") or {}).get("flops")
+        if isinstance(flops, float) and flops > 0 and start.get("device", {}).get("name") == device:
+            with suppress(HalfstepError):  # a policy of another version
+                if Policy.parse(str(start.get("policy"))).compute.format == fmt:
+                    return Ceiling(flops, str(start["ceiling"].get("told")))
+    return None
+
+
+def format_flops(number: float) -> str:
+    """Returns FLOPs per second in the unit that suits them: `745 TFLOP/s`."""
+    for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G")):
+        if number >= size:
+            return f"{number / size:.3g} {letter}FLOP/s"
+    return f"{number / 1e6:.3g} MFLOP/s"
+
 
 T = TypeVar("T")
 Part = Literal["saving", "evaluation", "monitor"]
-
-
-class Timed(Protocol):
-    """The part of a session that is metered (session.py)."""
-
-    @property
-    def untimed(self) -> str: ...  # noqa: D102
-
-    def device_time(self, result: Any) -> tuple[float, float | None] | None: ...  # noqa: D102
-
-    def memory(self) -> int: ...  # noqa: D102
 
 
 class Watch:
@@ -76,13 +118,13 @@ class Tally:
 
 
 class Meters:
-    """The clocks of one session of a run. `watch` counts the time spent training."""
+    """The clocks of one session (training/session.py) of a run. `watch` counts the time spent training."""
 
     def __init__(
         self,
         config: RunConfig,
         ceiling: Ceiling,
-        session: Timed,
+        session: Any,
         watch: Watch,
         *,
         devices: int = 1,
@@ -104,7 +146,7 @@ class Meters:
         """Starts the wall clock."""
         self._began = self._clock()
 
-    def fed(self, batches: Iterable[T]) -> Iterator[T]:
+    def timed_batches(self, batches: Iterable[T]) -> Iterator[T]:
         """Yields the batches, and times the wait for each."""
         self._waits.clear()  # of steps that a rollback gave up
         iterator = iter(batches)
@@ -119,7 +161,7 @@ class Meters:
 
     @contextmanager
     def part(self, name: Part) -> Iterator[None]:
-        """Counts the time inside."""
+        """Counts the time of the block towards a part."""
         begun = self._clock()
         try:
             yield

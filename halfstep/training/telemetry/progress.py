@@ -5,7 +5,7 @@
 
 A plain line is printed for the first update and the last, every 5 seconds, and for every tenth of the steps. Speed
 and time left count from the first update on: neither compiling nor what an earlier session did counts. A full
-disk, a closed terminal or a pipe without a reader loses lines; nothing stops for them (`lossy`).
+disk, a closed terminal or a pipe without a reader loses lines; nothing stops for them (`drop_refusals`).
 """
 
 import math
@@ -35,7 +35,7 @@ class Progress:
 
     def __init__(self, total: int, start: int = 0, stream: TextIO | None = None, *, clock: Clock = time.monotonic):
         self.total, self.clock = total, clock
-        self._stream = lossy(sys.stderr if stream is None else stream)
+        self._stream = drop_refusals(sys.stderr if stream is None else stream)
         self._first: tuple[float, int] | None = None  # the first update: when, and how much was done
         self._last_line: float | None = None
         self._last_tenth = 0
@@ -47,7 +47,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Prints a line of its own, above the bar if there is one."""
-        text = wrapped(as_message(text), self._stream)
+        text = wrap_line(as_message(text), self._stream)
         if self.is_live:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
@@ -74,7 +74,7 @@ class Progress:
         shown, now, tenth = list(filter(None, parts)), self.clock(), self.tenths * done // max(1, self.total)
         if self.is_live:
             # The last ones are left out where the terminal is too narrow for them and a bar.
-            room = width_of(self._stream) - len(self._label(done)) - NARROWEST_BAR
+            room = terminal_width(self._stream) - len(self._label(done)) - NARROWEST_BAR
             while len(shown) > 1 and len("  ".join(shown)) > room:
                 shown.pop()
         text = "  ".join(shown)
@@ -131,7 +131,7 @@ class StepProgress(Progress):
                 f"scale {scale:g}" if scale is not None and scale != 1 else "",
                 self._time_left(step),
                 f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second is not None else "",
-                in_bytes(memory) if memory is not None else "",
+                format_bytes(memory) if memory is not None else "",
             ),
         )
 
@@ -171,7 +171,7 @@ class BytesProgress(Progress):
         self._show(done, (share, f"{tokens:,} tokens" if tokens else "", speed, self._time_left(done)))
 
     def _label(self, done: int) -> str:
-        return f"{self._word}  {in_bytes(done)} of {in_bytes(self.total)}"
+        return f"{self._word}  {format_bytes(done)} of {format_bytes(self.total)}"
 
 
 def _rich_bar(stream: TextIO) -> Any:
@@ -191,19 +191,19 @@ def _rich_bar(stream: TextIO) -> Any:
     )
 
 
-def wrapped(text: str, stream: TextIO) -> str:
-    """Returns a line as a terminal can show it, broken between words; as it is for a file or a pipe."""
-    return "\n".join(textwrap.wrap(text, width_of(stream), **_WHOLE_WORDS)) if stream.isatty() else text
+def wrap_line(text: str, stream: TextIO) -> str:
+    """Wraps a line between words to the width of a terminal; for a file or a pipe it stays unchanged."""
+    return "\n".join(textwrap.wrap(text, terminal_width(stream), **_WHOLE_WORDS)) if stream.isatty() else text
 
 
-def width_of(stream: TextIO) -> int:
-    """Returns the columns of a terminal; one without a size, as in some containers, has 0."""
+def terminal_width(stream: TextIO) -> int:
+    """Returns the width of a terminal in columns: 80 where it has no size, as in some containers."""
     with suppress(OSError, ValueError):
         return int(os.environ.get("COLUMNS") or os.get_terminal_size(stream.fileno()).columns) or 80
     return 80
 
 
-def lossy(stream: TextIO | None) -> TextIO:
+def drop_refusals(stream: TextIO | None) -> TextIO:
     """Returns a stream that drops what the given one refuses, and never raises; None drops everything."""
     return cast(TextIO, stream if isinstance(stream, _Lossy) else _Lossy(stream))
 
@@ -220,10 +220,6 @@ class _Lossy:
             with suppress(*_REFUSALS):
                 self._stream.write(text)
         return len(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.write(line)
 
     def flush(self) -> None:
         if self._stream is not None:
@@ -242,7 +238,7 @@ class _Lossy:
         return getattr(self._stream, name)
 
 
-def in_bytes(number: float) -> str:
+def format_bytes(number: float) -> str:
     """Returns a number of bytes in the unit that suits it: `1.2 GiB`."""
     units = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
     power = min(int(math.log2(number) // 10), len(units) - 1) if number >= 1 else 0

@@ -24,17 +24,32 @@ CODE = 1  # of a process that ends because a rank hangs
 SLOWEST = 5.0  # seconds between two notes at most
 
 
-class Notes(Protocol):
-    """The part of a job's host that is used here."""
+class Host(Protocol):
+    """How processes talk to each other; halfstep.torch.parallel.job and halfstep.mlx.parallel.job have it."""
 
+    backend: str
+    launcher: str
+    has_notes: bool  # whether ranks can read each other's notes
     rank: int
     ranks: int
+
+    def connect(self, device: str | None, timeout: float) -> str: ...  # noqa: D102
+
+    def broadcast(self, text: str | None) -> str: ...  # noqa: D102
+
+    def gather(self, text: str) -> list[str]: ...  # noqa: D102
+
+    def exchange(self, numbers: tuple[int, ...]) -> list[tuple[int, ...]]: ...  # noqa: D102
 
     def note(self, key: str, text: str) -> None: ...  # noqa: D102
 
     def notes(self, key: str) -> list[str | None]: ...  # noqa: D102
 
     def claim(self, key: str) -> bool: ...  # noqa: D102
+
+    def has_lost(self, error: BaseException) -> bool: ...  # noqa: D102
+
+    def close(self) -> None: ...  # noqa: D102
 
 
 class Mark(NamedTuple):
@@ -62,7 +77,7 @@ UNHEARD = Row(0, 0, "starting", "", "no process yet")
 class Watchdog:
     """Watches this rank, from its first note on."""
 
-    def __init__(self, host: Notes, timeout: float):
+    def __init__(self, host: Host, timeout: float):
         self.host, self.timeout = host, timeout
         self.every = min(SLOWEST, timeout / 4)
         self._mark = Mark(0, "starting", False, time.monotonic())
@@ -129,8 +144,8 @@ def _line() -> str:
     return f"{code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
 
 
-def _gathered(ranks: list[int], rows: list[Row]) -> str:
-    """Names ranks that are at the same line; of one, the process too."""
+def _name_ranks(ranks: list[int], rows: list[Row]) -> str:
+    """Names ranks that are at the same line, and the process if there is only one."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} ({rows[ranks[0]].process}) is in {rows[ranks[0]].line}"
     return f"ranks {', '.join(map(str, ranks))} are in {rows[ranks[0]].line}"
@@ -144,7 +159,7 @@ def describe(rank: int, before: list[Row], now: list[Row], timeout: float) -> st
     if not late:
         lines = [row.line for row in now]
         odd = sorted(set(lines), key=lambda line: (lines.count(line), "distributed" in line))  # the fewest first
-        rows = [_gathered([r for r, row in enumerate(now) if row.line == line], now) for line in odd]
+        rows = [_name_ranks([r for r, row in enumerate(now) if row.line == line], now) for line in odd]
         return f"no rank has got any further than `{now[rank].what}` for {timeout:g} s: {'; '.join(rows)}"
     state = "does not answer; the last it did was" if silent else "is still at"
     rows = [f"rank {r} ({now[r].process}) {state} `{now[r].what}`, in {now[r].line}" for r in late]

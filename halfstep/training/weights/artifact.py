@@ -59,6 +59,10 @@ class ArtifactError(HalfstepError):
     """An artifact that cannot be written or read."""
 
 
+class DamagedArtifactError(ArtifactError):
+    """A file that is not an artifact, or whose content is not what was written."""
+
+
 @dataclass(frozen=True)
 class OriginData:
     """The data that the weights were trained on."""
@@ -140,7 +144,7 @@ def encode(weights: Weights, origin: Mapping[str, Any]) -> bytes:
 
     arrays: Arrays = {}
     for name, value in weights:
-        arrays |= _narrowed(name, value)
+        arrays |= _to_narrow(name, value)
     # One entry: safetensors writes several in any order.
     plain = save(arrays, {"halfstep": json.dumps(origin, sort_keys=True)})
     rest = len(plain).to_bytes(8, "little") + zlib.compress(plain, 9)
@@ -149,8 +153,8 @@ def encode(weights: Weights, origin: Mapping[str, Any]) -> bytes:
 
 def decode(data: bytes, name: str = "artifact") -> Decoded:
     """Returns the model, its weights in fp32 and its origin; refuses what is damaged or not an artifact."""
-    plain = _checked_payload(data, name)
-    model, arrays, origin = _parsed(plain, name)
+    plain = _read_payload(data, name)
+    model, arrays, origin = _parse(plain, name)
     weights = {}
     for parameter, shape in parameter_shapes(model).items():
         value = arrays[parameter].astype(np.float32)
@@ -169,7 +173,7 @@ def load_artifact(path: Path) -> Loaded:
 
 def read_artifact(path: Path) -> Decoded:
     """Reads and decodes the artifact at a path."""
-    with os_errors(ArtifactError, f"`{path}` cannot be read"):
+    with os_errors(DamagedArtifactError, f"`{path}` cannot be read"):
         data = read_bytes(path)
     return decode(data, str(path))
 
@@ -233,7 +237,7 @@ def score(
     return Scored(path, path.stat().st_size, config.artifact.limit, before, after)
 
 
-def conclude(
+def write_artifact(
     session: Session,
     corpus: Corpus,
     config: RunConfig,
@@ -248,7 +252,7 @@ def conclude(
         return
     weights = masters(session.state(), config.model, averaged=origin["weights"] == "ema")
     try:
-        with memory.convert_oom(session.ran_out, lambda: memory.in_scoring(config)):
+        with memory.convert_oom(session.is_out_of_memory, lambda: memory.oom_while_scoring(config)):
             scored = score(session, corpus, config, out / NAME, before, weights, origin)
         events.write("artifact", **{**scored.record(), "path": NAME})
         bar.note(str(scored))
@@ -262,7 +266,7 @@ def conclude(
     bar.note(f"warning: {warning}")
 
 
-def _narrowed(name: str, value: Floats) -> Arrays:
+def _to_narrow(name: str, value: Floats) -> Arrays:
     if not np.isfinite(value).all():
         raise ArtifactError(f"`{name}` holds numbers that are not finite", hint="use an earlier checkpoint")
     if not _is_matrix(name, value.shape):
@@ -293,34 +297,40 @@ def _is_matrix(name: str, shape: Shape) -> bool:
     return name.endswith(".weight") and len(shape) == 2
 
 
-def _checked_payload(data: bytes, name: str) -> bytes:
+def _read_payload(data: bytes, name: str) -> bytes:
     if data[:7] != MAGIC:
-        raise ArtifactError(f"`{name}` is not an artifact of halfstep", hint="`halfstep artifact RUN` writes one")
+        raise DamagedArtifactError(
+            f"`{name}` is not an artifact of halfstep", hint="`halfstep artifact RUN` writes one"
+        )
     if len(data) < HEADER_BYTES:
-        raise ArtifactError(f"`{name}` is truncated: it has {len(data)} bytes", hint="write or fetch it again")
+        raise DamagedArtifactError(
+            f"`{name}` is truncated: it has {len(data)} bytes", hint="write or fetch it again"
+        )
     if data[7] != VERSION:
-        raise ArtifactError(
+        raise DamagedArtifactError(
             f"`{name}` is an artifact of version {data[7]}, and this halfstep reads version {VERSION}",
             hint="write it again with `halfstep artifact RUN`, or update halfstep",
         )
     if hashlib.sha256(data[40:]).digest() != data[8:40]:
-        raise ArtifactError(f"`{name}` is damaged: its digest is not its own", hint="write or fetch it again")
+        raise DamagedArtifactError(
+            f"`{name}` is damaged: its digest is not its own", hint="write or fetch it again"
+        )
     length = int.from_bytes(data[40:48], "little")
     if not fits_in_memory(length):  # a few bytes can stand for many
-        raise ArtifactError(f"`{name}` holds {length:,} bytes, more than this machine has memory for")
+        raise DamagedArtifactError(f"`{name}` holds {length:,} bytes, more than this machine has memory for")
     try:
         opened = zlib.decompressobj()
         plain = opened.decompress(data[HEADER_BYTES:], length + 1)
     except (zlib.error, OverflowError) as error:
-        raise ArtifactError(f"`{name}` is damaged: {error}", hint="write or fetch it again") from None
+        raise DamagedArtifactError(f"`{name}` is damaged: {error}", hint="write or fetch it again") from None
     if len(plain) != length or not opened.eof or opened.unused_data:
-        raise ArtifactError(
+        raise DamagedArtifactError(
             f"`{name}` is damaged: it does not hold {length} bytes", hint="write or fetch it again"
         )
     return plain
 
 
-def _parsed(plain: bytes, name: str) -> tuple[ModelConfig, Arrays, dict[str, Any]]:
+def _parse(plain: bytes, name: str) -> tuple[ModelConfig, Arrays, dict[str, Any]]:
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
@@ -330,13 +340,15 @@ def _parsed(plain: bytes, name: str) -> tuple[ModelConfig, Arrays, dict[str, Any
         model = build(Origin, origin).config.model
         arrays = load(plain)
     except (SafetensorError, HalfstepError, ValueError, KeyError, TypeError) as error:
-        raise ArtifactError(f"`{name}` cannot be read: {error}", hint="write it again") from None
-    if {key: (array.dtype.str[1:], array.shape) for key, array in arrays.items()} != _stored(model):
-        raise ArtifactError(f"`{name}` does not hold the tensors of the model it describes", hint="write it again")
+        raise DamagedArtifactError(f"`{name}` cannot be read: {error}", hint="write it again") from None
+    if {key: (array.dtype.str[1:], array.shape) for key, array in arrays.items()} != _expected_tensors(model):
+        raise DamagedArtifactError(
+            f"`{name}` does not hold the tensors of the model it describes", hint="write it again"
+        )
     return model, arrays, origin
 
 
-def _stored(model: ModelConfig) -> dict[str, tuple[str, Shape]]:
+def _expected_tensors(model: ModelConfig) -> dict[str, tuple[str, Shape]]:
     stored: dict[str, tuple[str, Shape]] = {}
     for name, shape in parameter_shapes(model).items():
         matrix = _is_matrix(name, shape)

@@ -30,7 +30,7 @@ from halfstep.config.model import ModelConfig, Shape, parameter_shapes
 from halfstep.config.schema import build
 from halfstep.config.weights import Weights
 from halfstep.core.split import join
-from halfstep.training.weights.safetensors import Tensor, WeightsError
+from halfstep.training.weights.safetensors import Tensor, WeightsError, WeightsFitError
 
 Settings = dict[str, Any]
 Table = Mapping[str, Any]
@@ -66,18 +66,18 @@ class Source:
         there = here[::-1] if self.transposed else here
         return there if self.third is None else (*there[:-1], 3 * there[-1])
 
-    def take(self, numbers: NDArray[np.float32], here: Shape) -> NDArray[np.float32]:
+    def extract(self, numbers: NDArray[np.float32], here: Shape) -> NDArray[np.float32]:
         """Returns the parameter, out of the tensor's numbers."""
         if self.third is not None:
             numbers = np.split(numbers, 3, axis=-1)[self.third]
         if self.transposed:
             numbers = numbers.T
         if self.rows != "equal":
-            numbers = resized(numbers, here[0])
+            numbers = resize_rows(numbers, here[0])
         return np.ascontiguousarray(numbers)
 
 
-def resized(numbers: NDArray[np.float32], rows: int) -> NDArray[np.float32]:
+def resize_rows(numbers: NDArray[np.float32], rows: int) -> NDArray[np.float32]:
     """Returns the first rows; if there are not enough, adds rows that are the mean of all.
 
     Padding rows are tokens that no text has, and as rows of the output head must not draw probability. The logit
@@ -122,7 +122,7 @@ class Layout:
         return [f"{key} = {written(ours[key])}" for key, value in theirs.items() if ours[key] != value]
 
     def lay_out(self, model: ModelConfig, weights: Weights) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Yields the tensors of a file, by their names there: what `sources` and `Source.take` read back."""
+        """Yields the tensors of a file, by their names there: what `sources` and `Source.extract` read back."""
         sources, parts = self.sources(model), dict[str, list[NDArray[np.float32]]]()
         for ours, numbers in weights:  # q, k and v come in the order of their thirds
             parts.setdefault(sources[ours].name, []).append(numbers.T if sources[ours].transposed else numbers)
@@ -171,8 +171,8 @@ def _gpt2_from_shapes(tensors: Tensors) -> Settings:
 
 
 def _gpt2_from_config(config: Table) -> Settings:
-    _refuse(config, {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False})
-    _refuse(config, {"add_cross_attention": False})
+    _require(config, {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False})
+    _require(config, {"add_cross_attention": False})
     width, heads = config.get("n_embd", 768), config.get("n_head", 12)
     activation = config.get("activation_function", "gelu_new")
     return {
@@ -182,8 +182,8 @@ def _gpt2_from_config(config: Table) -> Settings:
         "width": width,
         "heads": heads,
         "kv_heads": heads,
-        "head_width": _divided(width, heads),
-        "mlp": _known(activation, "activation_function", _ACTIVATIONS),
+        "head_width": _divide_exactly(width, heads),
+        "mlp": _look_up(activation, "activation_function", _ACTIVATIONS),
         "mlp_width": config.get("n_inner") or 4 * width,
         "norm_epsilon": config.get("layer_norm_epsilon", 1e-5),
         "tied": config.get("tie_word_embeddings", True),
@@ -256,22 +256,22 @@ def _qwen3_from_shapes(tensors: Tensors) -> Settings:
     at |= {"heads": "layers.0.self_attn.q_proj.weight:0", "kv_heads": "layers.0.self_attn.k_proj.weight:0"}
     sizes = _sizes(tensors, "layers", at)
     for count in sizes.keys() & {"heads", "kv_heads"}:
-        sizes[count] = _divided(sizes[count], sizes.get("head_width", 0))
+        sizes[count] = _divide_exactly(sizes[count], sizes.get("head_width", 0))
     plain = {**PLAIN, "norm": "rms", "bias": False, "positions": "rotary", "qk_norm": "gain", "mlp": "swiglu"}
     return {**plain, **{setting: size for setting, size in sizes.items() if size}}
 
 
 def _qwen3_from_config(config: Table) -> Settings:
     kinds = set(config.get("layer_types") or [])
-    _refuse(config, {"attention_bias": False, "use_sliding_window": False})
+    _require(config, {"attention_bias": False, "use_sliding_window": False})
     if kinds - {"full_attention"}:
-        raise _unlike("layer_types", sorted(kinds - {"full_attention"})[0])
+        raise _unlike_error("layer_types", sorted(kinds - {"full_attention"})[0])
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     for table in (rope, config.get("rope_scaling") or {}):
         if (kind := table.get("rope_type", table.get("type", "default"))) != "default":
-            raise _unlike("rope_type", kind)
-        _refuse(table, {"partial_rotary_factor": 1.0})
-    _refuse(config, {"partial_rotary_factor": 1.0})  # where versions before rope_parameters had it
+            raise _unlike_error("rope_type", kind)
+        _require(table, {"partial_rotary_factor": 1.0})
+    _require(config, {"partial_rotary_factor": 1.0})  # where versions before rope_parameters had it
     heads = config.get("num_attention_heads", 32)
     return {
         "vocabulary": config.get("vocab_size", 151936),
@@ -281,7 +281,7 @@ def _qwen3_from_config(config: Table) -> Settings:
         "heads": heads,
         "kv_heads": config.get("num_key_value_heads") or heads,
         "head_width": config.get("head_dim", 128),
-        "mlp": _known(config.get("hidden_act", "silu"), "hidden_act", {"silu": "swiglu", "swish": "swiglu"}),
+        "mlp": _look_up(config.get("hidden_act", "silu"), "hidden_act", {"silu": "swiglu", "swish": "swiglu"}),
         "mlp_width": config.get("intermediate_size", 22016),
         "norm_epsilon": config.get("rms_norm_eps", 1e-6),
         "rope_base": rope.get("rope_theta", config.get("rope_theta", 10000.0)),
@@ -374,7 +374,7 @@ def hugging_face(model: ModelConfig) -> Layout:
     if fitting := [layout for layout, settings in lacks.items() if not settings]:
         return fitting[0]
     reasons = "; ".join(f"{layout.name} has no {', '.join(settings)}" for layout, settings in lacks.items())
-    raise WeightsError(
+    raise WeightsFitError(
         f"the model has no Hugging Face layout: {reasons}",
         hint="export it `--to safetensors`, `onnx` or `int8`; the recipes gpt2 and qwen3 have one",
     )
@@ -407,25 +407,25 @@ def written(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _divided(whole: Any, parts: Any) -> Any:
+def _divide_exactly(whole: Any, parts: Any) -> Any:
     ok = isinstance(whole, int) and isinstance(parts, int) and parts > 0 and whole % parts == 0
     return whole // parts if ok else 0
 
 
-def _refuse(config: Table, expected: Settings) -> None:
+def _require(config: Table, expected: Settings) -> None:
     for key, value in expected.items():
         if config.get(key, value) != value:
-            raise _unlike(key, config[key])
+            raise _unlike_error(key, config[key])
 
 
-def _known(value: Any, key: str, names: Mapping[str, str]) -> str:
+def _look_up(value: Any, key: str, names: Mapping[str, str]) -> str:
     if value not in names:
-        raise _unlike(key, value)
+        raise _unlike_error(key, value)
     return names[value]
 
 
-def _unlike(key: str, value: Any) -> WeightsError:
-    return WeightsError(
+def _unlike_error(key: str, value: Any) -> WeightsError:
+    return WeightsFitError(
         f"config.json has {key} = {value!r}, which no setting of our decoder expresses",
         hint="train such a model with its own library, through `prepare` of halfstep.torch",
     )

@@ -36,7 +36,7 @@ from halfstep.training.session import backend_module
 from halfstep.training.weights import safetensors
 from halfstep.training.weights.artifact import is_artifact, read_artifact
 from halfstep.training.weights.layouts import LAYOUTS, OWN, Layout, Settings, Tensors, resolved, written
-from halfstep.training.weights.safetensors import DecodedTensor, Tensor, WeightsError
+from halfstep.training.weights.safetensors import DecodedTensor, Tensor, WeightsFileError, WeightsFitError
 
 CONFIG = "config.json"
 ROUNDED = "it is an artifact: its matrices were rounded to int8 and the rest to fp16"
@@ -62,12 +62,12 @@ class Pretrained:
             numbers = self.layout.read(self.tensors, sources[name].name)
             finite = np.isfinite(numbers)
             if not finite.all():
-                raise WeightsError(
+                raise WeightsFitError(
                     f"`{self.tensors[sources[name].name].name}` of `{self.path}` holds numbers that are not "
                     f"finite: {int((~finite).sum()):,} of {numbers.size:,}",
                     hint="the run diverged, or the file is damaged: fetch or write it again",
                 )
-            yield name, sources[name].take(numbers, shape)
+            yield name, sources[name].extract(numbers, shape)
 
     def record(self) -> dict[str, Any]:
         """Returns where the weights came from, for events and checkpoints."""
@@ -93,7 +93,7 @@ def open_pretrained(path: str, model: ModelConfig, digest: str = "") -> Pretrain
     layout = _layout_of(file)
     tensors = layout.without_prefix(file.tensors)
     _check_twice(file, tensors)
-    _check_settings(file.place, layout, model, _expected(file, layout, tensors))
+    _check_settings(file.place, layout, model, _expected_settings(file, layout, tensors))
     used = _check_tensors(file.place, layout, model, tensors)
     notes = [*file.notes, *(layout.notes(file.config) if file.config else [])]
     if file.config is None and layout is not OWN:
@@ -127,21 +127,21 @@ def load_model(
 
 def _open(path: str) -> _File:
     if not path.strip():
-        raise WeightsError("the path to take weights from is empty", hint="name a file, a folder, or a run")
+        raise WeightsFileError("the path to take weights from is empty", hint="name a file, a folder, or a run")
     try:
         place = Path(path).expanduser()
         exists = place.exists()
     except (OSError, RuntimeError, ValueError) as error:  # a name too long, ~nobody, a zero in it
-        raise WeightsError(f"`{path}` cannot be read: {error}", hint="write the path out") from None
+        raise WeightsFileError(f"`{path}` cannot be read: {error}", hint="write the path out") from None
     if not exists:
-        raise WeightsError(
+        raise WeightsFileError(
             f"there is no file or folder `{path}` to take weights from",
             hint="download it from a hub first: `hf download openai-community/gpt2 --local-dir gpt2`",
         )
     if (place / paths.CONFIG).exists():
         newest = checkpoint.latest(place / paths.CHECKPOINTS)
         if newest is None:
-            raise WeightsError(f"the run in `{place}` has no checkpoint", hint="name a run that has one")
+            raise WeightsFileError(f"the run in `{place}` has no checkpoint", hint="name a run that has one")
         place = newest
     if checkpoint.is_state_file(place) and (place.parent / MANIFEST).exists():
         place = place.parent
@@ -191,9 +191,9 @@ def _layout_of(file: _File) -> Layout:
         fitting = [layout for layout in LAYOUTS if layout.name == kind]
         what = f"is a model of type `{kind}`"
         if "quantization_config" in file.config:
-            raise WeightsError(f"the weights of `{file.place}` are quantized", hint="use the unquantized ones")
+            raise WeightsFitError(f"the weights of `{file.place}` are quantized", hint="use the unquantized ones")
     if not fitting:
-        raise WeightsError(
+        raise WeightsFitError(
             f"`{file.place}` {what}; weights are read of {', '.join(layout.name for layout in known)} and of our "
             "own decoder",
             hint="train any other model with its own library, through `prepare` of halfstep.torch",
@@ -201,7 +201,7 @@ def _layout_of(file: _File) -> Layout:
     return fitting[0]
 
 
-def _expected(file: _File, layout: Layout, tensors: Tensors) -> Settings:
+def _expected_settings(file: _File, layout: Layout, tensors: Tensors) -> Settings:
     head, embedding = tensors.get("lm_head.weight"), tensors.get(layout.embedding)
     same = head is not None and embedding is not None and head.equals(embedding)
     shown = {**layout.from_shapes(tensors), "tied": head is None or same}
@@ -212,11 +212,11 @@ def _expected(file: _File, layout: Layout, tensors: Tensors) -> Settings:
         model = build(ModelConfig, stated, "model.")
     except (TypeError, AttributeError, ConfigError) as error:
         reason = error.message if isinstance(error, ConfigError) else error
-        raise WeightsError(
+        raise WeightsFitError(
             f"{CONFIG} of `{file.place}` does not describe a model: {reason}", hint="fetch or write it again"
         ) from None
     if model.tied and not shown["tied"]:
-        raise WeightsError(
+        raise WeightsFitError(
             f"{CONFIG} of `{file.place}` ties head and embedding, but `lm_head.weight` differs from it",
             hint="write it again with tie_word_embeddings = false, and use --set model.tied=false",
         )
@@ -228,18 +228,18 @@ def _check_twice(file: _File, tensors: Tensors) -> None:
     kept = {tensor.name for tensor in tensors.values()}
     for name in file.tensors.keys() - kept:
         short = next(key for key in tensors if name.endswith(key) and tensors[key].name != name)
-        raise WeightsError(
+        raise WeightsFitError(
             f"`{name}` and `{tensors[short].name}` of `{file.place}` are the same parameter",
             hint="the file holds parts of two models: write it again with one of them",
         )
 
 
 def _check_settings(place: Path, layout: Layout, model: ModelConfig, expected: Settings) -> None:
-    off = _different(model, expected)
+    off = _mismatches(model, expected)
     # Some follow from others: an MLP of four times the width fits as soon as the width does.
     stated = {key: value for key, value in off.items() if key not in FOLLOWING or getattr(model, key)}
     with contextlib.suppress(ConfigError):
-        off = stated | _different(replace(model, **stated), expected)
+        off = stated | _mismatches(replace(model, **stated), expected)
     if off:
         here = resolved(model)
         differ = [
@@ -248,13 +248,13 @@ def _check_settings(place: Path, layout: Layout, model: ModelConfig, expected: S
         # Another kind of model, not another size: there is a recipe of that kind.
         kind = {"norm", "positions"} & off.keys() and layout.name in recipe_names()
         better = f"begin with the recipe, `halfstep train {layout.name} --init {place}`, or " if kind else ""
-        raise WeightsError(
+        raise WeightsFitError(
             f"`{place}` does not fit the recipe: {', '.join(differ)}",
             hint=f"{better}use " + " ".join(f"--set model.{key}={written(there)}" for key, there in off.items()),
         )
 
 
-def _different(model: ModelConfig, expected: Settings) -> Settings:
+def _mismatches(model: ModelConfig, expected: Settings) -> Settings:
     """Returns the settings that keep a model from fitting. Its vocabulary may be larger, its context shorter."""
     here = resolved(model)
     loose = {
@@ -270,19 +270,19 @@ def _check_tensors(place: Path, layout: Layout, model: ModelConfig, tensors: Ten
     sources = layout.sources(model)
     for name, shape in parameter_shapes(model).items():
         if name not in sources:
-            raise WeightsError(
+            raise WeightsFitError(
                 f"`{name}` of the recipe's model does not exist in {layout.name}",
                 hint=f"start from a recipe of that model, such as `halfstep train {layout.name}`",
             )
         source = sources[name]
         if source.name not in tensors:
-            raise WeightsError(
+            raise WeightsFitError(
                 f"`{place}` has no tensor `{source.name}`, which is `{name}` here",
                 hint="if the model has several files, name the folder that holds them all with their index",
             )
         tensor = tensors[source.name]
         if not source.fits(tensor.shape, shape):
-            raise WeightsError(
+            raise WeightsFitError(
                 f"`{tensor.name}` of `{place}` has the shape {tensor.shape}, expected {source.shape(shape)} for "
                 f"`{name}`",
                 hint="the file does not hold one whole model: fetch or write it again",
@@ -291,7 +291,7 @@ def _check_tensors(place: Path, layout: Layout, model: ModelConfig, tensors: Ten
         used.update(layout.pieces(tensors, source.name))
     over = [name for name in tensors if name not in used and not layout.skip_reason(name)]
     if over:
-        raise WeightsError(
+        raise WeightsFitError(
             f"`{tensors[over[0]].name}` of `{place}` has no place in our decoder ({len(over)} such tensors)",
             hint="the file holds more than a language model: write it again without",
         )
@@ -305,7 +305,7 @@ def _check_digest(file: _File, sha256: str, wanted: str) -> None:
             hint="restore it, or name another checkpoint",
         )
     if wanted and wanted.lower() != sha256:
-        raise WeightsError(
+        raise WeightsFitError(
             f"`{file.place}` has the SHA-256 {sha256}, and init_digest is {wanted}",
             hint="these are other weights: fetch the right ones, or accept these with `--set init_digest=`",
         )

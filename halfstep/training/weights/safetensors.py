@@ -40,6 +40,14 @@ class WeightsError(HalfstepError):
     """Weights that cannot be read, or do not fit the model."""
 
 
+class WeightsFileError(WeightsError):
+    """Files of weights that do not exist, cannot be read, or are not complete."""
+
+
+class WeightsFitError(WeightsError):
+    """Weights whose dtype, numbers, names or shapes do not fit the model."""
+
+
 @dataclass(frozen=True)
 class Tensor:
     """A tensor in a file: its name there, and where its bytes are."""
@@ -78,7 +86,7 @@ class Tensor:
     def check_format(self) -> None:
         """Refuses a format that does not widen to fp32."""
         if self.dtype not in WIDENED:
-            raise WeightsError(
+            raise WeightsFitError(
                 f"`{self.name}` in `{self.file}` is held in {self.dtype}; weights are read from "
                 f"{', '.join(WIDENED)}",
                 hint="write the model again in float32 or bfloat16, unquantized",
@@ -116,9 +124,9 @@ def open_file(file: Path) -> dict[str, Tensor]:
     """Returns the tensors of one safetensors file."""
     refuse_pickle(file)
     if file.is_dir():
-        raise WeightsError(f"`{file}` is a folder, not a file of weights", hint="fetch or write it again")
+        raise WeightsFileError(f"`{file}` is a folder, not a file of weights", hint="fetch or write it again")
     if file.suffix in DESCRIPTIONS:
-        raise WeightsError(
+        raise WeightsFileError(
             f"`{file}` describes weights but holds none", hint=f"name the folder that holds both, `{file.parent}`"
         )
     from safetensors import SafetensorError, safe_open
@@ -128,9 +136,9 @@ def open_file(file: Path) -> dict[str, Tensor]:
             (length,) = struct.unpack("<Q", opened.read(8))
             header = parse_json(opened.read(length))
     except (SafetensorError, ValueError, struct.error) as error:
-        raise WeightsError(f"`{file}` does not read as safetensors: {error}", hint=_what_it_is(file)) from None
+        raise WeightsFileError(f"`{file}` does not read as safetensors: {error}", hint=_what_it_is(file)) from None
     except OSError as error:
-        raise WeightsError(f"`{file}` cannot be read: {error.strerror or error}") from None
+        raise WeightsFileError(f"`{file}` cannot be read: {error.strerror or error}") from None
     header.pop("__metadata__", None)
     return {
         name: Tensor(name, file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
@@ -148,19 +156,19 @@ def open_folder(folder: Path) -> dict[str, Tensor]:
     where = _read_index(folder / INDEX)
     for file in sorted(set(where.values())):
         if not _is_file(folder / file):
-            raise WeightsError(
+            raise WeightsFileError(
                 f"`{folder / INDEX}` names `{file}`, and there is no such file next to it",
                 hint="fetch all files of the model again",
             )
         here = open_file(folder / file)
         if twice := sorted(here.keys() & tensors.keys()):
-            raise WeightsError(
+            raise WeightsFileError(
                 f"`{twice[0]}` is in `{tensors[twice[0]].file.name}` and in `{file}` of `{folder}`",
                 hint="the files are not of one model: fetch or write them again",
             )
         tensors |= here  # including what the index does not name: the caller decides what may be unused
     if missing := sorted(name for name in where if name not in tensors or tensors[name].file.name != where[name]):
-        raise WeightsError(
+        raise WeightsFileError(
             f"`{folder / INDEX}` puts `{missing[0]}` in `{where[missing[0]]}`, but it is not there",
             hint="index and files are not of the same model: fetch them again",
         )
@@ -177,7 +185,7 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 
 def digest_of_sums(sums: Mapping[str, str]) -> str:
-    """Returns the same, given the SHA-256 of each file by its name."""
+    """Returns the digest of a model's files, given the SHA-256 of each by its name."""
     if len(sums) == 1:
         return next(iter(sums.values()))
     lines = "".join(f"{sums[name]}  {name}\n" for name in sorted(sums))
@@ -189,27 +197,27 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         table = parse_json(read_bytes(file, MOST_TABLE))
     except ValueError as error:
-        raise WeightsError(f"`{file}` is not JSON: {error}", hint="fetch or write it again") from None
+        raise WeightsFileError(f"`{file}` is not JSON: {error}", hint="fetch or write it again") from None
     except OSError as error:
-        raise WeightsError(f"`{file}` cannot be read: {error.strerror or error}") from None
+        raise WeightsFileError(f"`{file}` cannot be read: {error.strerror or error}") from None
     if not isinstance(table, dict):
-        raise WeightsError(f"`{file}` holds no table", hint="fetch or write it again")
+        raise WeightsFileError(f"`{file}` holds no table", hint="fetch or write it again")
     return table
 
 
 def refuse_pickle(file: Path) -> None:
     """Refuses a pickle, which runs code when it is loaded."""
     if file.suffix.lower() in PICKLES:
-        raise WeightsError(f"`{file}` is a pickle, which runs code when it is loaded", hint=AS_SAFETENSORS)
+        raise WeightsFileError(f"`{file}` is a pickle, which runs code when it is loaded", hint=AS_SAFETENSORS)
 
 
 def _read_index(index: Path) -> Mapping[str, str]:
     where = read_json(index).get("weight_map")
     if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
-        raise WeightsError(f"`{index}` has no `weight_map` of tensors to files", hint="fetch it again")
+        raise WeightsFileError(f"`{index}` has no `weight_map` of tensors to files", hint="fetch it again")
     for name, file in where.items():
         if not file or Path(file).name != file or file in (".", ".."):
-            raise WeightsError(
+            raise WeightsFileError(
                 f"`{index}` puts `{name}` in `{file}`, which is not a file next to it",
                 hint="an index that points outside its folder is not followed",
             )
@@ -228,13 +236,13 @@ def _is_file(file: Path) -> bool:
 def _empty(folder: Path) -> WeightsError:
     names = sorted(entry.name for entry in folder.iterdir())
     if SINGLE in names:
-        return WeightsError(
+        return WeightsFileError(
             f"`{folder / SINGLE}` is a link to a missing file",
             hint="a hub's cache keeps files elsewhere: copy them with `cp -rL`, or fetch them again",
         )
     pickles = [name for name in names if name.endswith((*PICKLES, ".bin.index.json"))]
     if pickles:
-        return WeightsError(
+        return WeightsFileError(
             f"`{folder}` holds its weights as a pickle, `{pickles[0]}`, which runs code when it is loaded",
             hint=AS_SAFETENSORS,
         )
@@ -243,7 +251,7 @@ def _empty(folder: Path) -> WeightsError:
         hint = f"name the file itself: `--init {folder / others[0]}`"
     else:
         hint = "a folder in Hugging Face layout holds model.safetensors, or shards and their index"
-    return WeightsError(f"`{folder}` holds neither {SINGLE} nor {INDEX}", hint=hint)
+    return WeightsFileError(f"`{folder}` holds neither {SINGLE} nor {INDEX}", hint=hint)
 
 
 def _what_it_is(file: Path) -> str:

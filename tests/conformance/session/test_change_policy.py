@@ -1,6 +1,6 @@
 """A session whose policy changes: it continues as a new session of that policy that was given its state."""
 
-from halfstep.config.carry_over import carry_over
+from halfstep.config.weights import carry_over
 from halfstep.core.policy import Policy
 from tests.conformance.session.sessions import session
 from tests.token_batches import batch

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from halfstep.config.carry_over import held_formats
+from halfstep.config.weights import held_formats
 from halfstep.core.errors import HalfstepError
 from halfstep.core.state_format import OF_BACKEND, convert, widen
 from tests.conformance.session.sessions import as_bf16, masters, prove, session

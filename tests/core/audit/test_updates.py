@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from halfstep.core.audit.updates import Intended, Seen, _rounded, count, count_each, count_unknown, lion
+from halfstep.core.audit.updates import Intended, Seen, _round_as_stored, count, count_each, count_unknown, lion
 from halfstep.core.rounding import cast
 
 ONE = np.array([1.0, 1.0, 0.0, 2.0])
@@ -14,7 +14,7 @@ def test_an_update_is_lost_if_it_is_not_zero_and_nothing_changed():
     after = np.array([1.0, 1.0, -1e-3, 1.5])
     counts = count(ONE, after, Intended(update), "bf16", update)
     assert (counts.elements, counts.intended, counts.lost) == (4, 3, 1)
-    assert counts.arrived == pytest.approx((1e-6 + 0.25) / (2e-6 + 0.25), rel=1e-12)
+    assert counts.applied_fraction == pytest.approx((1e-6 + 0.25) / (2e-6 + 0.25), rel=1e-12)
     assert counts.moved
 
 
@@ -36,7 +36,7 @@ def test_a_weight_that_is_not_finite_is_counted_without_a_warning():
 
 def test_an_unknown_optimizer_is_judged_by_the_gradient_alone():
     counts = count_unknown(ONE, ONE, np.array([1.0, 0.0, 2.0, 0.0]))
-    assert (counts.intended, counts.lost, counts.exact, counts.arrived) == (2, 2, False, None)
+    assert (counts.intended, counts.lost, counts.exact, counts.applied_fraction) == (2, 2, False, None)
 
 
 def test_lion_steps_by_the_sign_of_its_mix():
@@ -54,8 +54,8 @@ def test_what_is_stored_is_what_the_reference_cast_gives(format):
         np.float32
     )
     expected = cast(values, format, overflow="saturate")
-    assert np.array_equal(_rounded(values.astype(np.float64), format).astype(np.float32), expected)
-    assert np.isnan(_rounded(np.array([np.nan]), format)).all()
+    assert np.array_equal(_round_as_stored(values.astype(np.float64), format).astype(np.float32), expected)
+    assert np.isnan(_round_as_stored(np.array([np.nan]), format)).all()
 
 
 def test_tensors_that_are_counted_together_are_counted_as_apart():
@@ -64,7 +64,7 @@ def test_tensors_that_are_counted_together_are_counted_as_apart():
     for size in (5, 1, 9):
         before = cast(rng.normal(size=size).astype(np.float32), "bf16", overflow="saturate").astype(np.float64)
         update, decay = rng.normal(size=size) * 1e-3, -1e-3 * before
-        after = _rounded(before + update + decay, "bf16")
+        after = _round_as_stored(before + update + decay, "bf16")
         parts.append((before, after, update, decay))
     apart = [count(b, a, Intended(u, d), "bf16", u) for b, a, u, d in parts]
     before, after, update, decay = (np.concatenate(column) for column in zip(*parts, strict=True))

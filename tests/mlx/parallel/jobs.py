@@ -133,7 +133,7 @@ def session(alone):
             rows.append(run.read(run.step(tokens if alone else tokens[host.rank : host.rank + 1])))
         state = {name: record for name, record in run.state().items() if name != "rng.mlx"}
         trains_alone = Session(config, Policy.parse("fp32"), "cpu").run.ranks is None  # for evaluation
-        shared = alone or [host.tell("a folder" if host.rank == 0 else None), host.gather("!" * host.rank)]
+        shared = alone or [host.broadcast("a folder" if host.rank == 0 else None), host.gather("!" * host.rank)]
         return rows, state, trains_alone, shared
     finally:
         if not alone:

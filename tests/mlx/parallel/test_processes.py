@@ -64,7 +64,7 @@ def test_a_process_ends_if_another_hangs(tmp_path):
 def test_a_process_ends_if_another_has_ended(tmp_path):
     code, printed = outcome(tmp_path, "ends")
     assert code == 1
-    assert "HalfstepError: the connection of rank 0 to the others broke at `the sums of update 2`" in printed
+    assert "RankError: the connection of rank 0 to the others broke at `the sums of update 2`" in printed
 
 
 def test_a_process_ends_if_another_never_starts(tmp_path):

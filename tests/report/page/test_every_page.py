@@ -9,16 +9,10 @@ from itertools import pairwise
 import pytest
 
 from halfstep.core.roles import ROLES
-from halfstep.report import race, tune
+from halfstep.report import tune
 from halfstep.report.page import render
 from halfstep.tools.tune.tune import Tuner
-from tests.report import test_race
-from tests.report.page.made_up_runs import (
-    HOSTILE,
-    RUNS,
-    hostile_run,
-    run,
-)
+from tests.report.page.made_up_runs import HOSTILE, RUNS, hostile_run, run
 from tests.report.page.parsed_page import Page
 from tests.tools.tune.test_tune import FRAGILE, SETTINGS, Fake
 
@@ -60,12 +54,8 @@ def test_only_the_scripts_and_styles_of_the_page_may_run_and_they_have_their_lic
         assert words in "".join(programs[0])
 
 
-SCRIPTLESS = {"tune": tune_page, "race": lambda _: race.html(test_race.race(*test_race.ARMS))}
-
-
-@pytest.mark.parametrize("name", SCRIPTLESS)
-def test_pages_without_a_script_allow_their_styles_and_nothing_else(name, tmp_path):
-    page = Page(SCRIPTLESS[name](tmp_path))
+def test_a_page_without_a_script_allows_its_styles_and_nothing_else(tmp_path):
+    page = Page(tune_page(tmp_path))
     assert (page.faults, page.raw["script"]) == ([], [])
     (guard,) = [a["content"] for n, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
     digests = [hashlib.sha256("".join(pieces).encode()).digest() for _, pieces in page.raw["style"]]

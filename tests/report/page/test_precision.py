@@ -2,7 +2,7 @@
 
 import pytest
 
-from halfstep.core.errors import HalfstepError
+from halfstep.core.errors import RunFolderError
 from halfstep.report.page import render
 from tests.report.page.made_up_runs import BEGAN, FP16, REASON, RUNS, run, step
 from tests.report.page.parsed_page import Page
@@ -53,5 +53,5 @@ def test_a_policy_of_another_version_is_not_guessed_and_events_without_a_start_a
     text = Page(render(events, "x")).text
     assert "The run used int4-mixed" in text
     assert "this version of halfstep cannot read the policy: in policy `int4-mixed`: unknown preset" in text
-    with pytest.raises(HalfstepError, match="no `start` among the events"):
+    with pytest.raises(RunFolderError):
         render([step(1, BEGAN)], "x")

@@ -7,10 +7,7 @@ import pytest
 
 from halfstep.config.load import load
 from halfstep.report.page import render
-from tests.report.page.made_up_runs import (
-    BEGAN,
-    run,
-)
+from tests.report.page.made_up_runs import BEGAN, run
 from tests.report.page.parsed_page import Page
 
 

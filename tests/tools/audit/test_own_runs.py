@@ -6,7 +6,7 @@ from halfstep.config.load import load, recipe_names
 from halfstep.core.audit.engine import check
 from halfstep.core.policy import Policy
 from halfstep.tools.audit.targets import collect
-from halfstep.torch.collect.watch import Watch
+from halfstep.torch.instruments.collect.watch import Watch
 from halfstep.training.loop import Loop
 
 SMALL = {

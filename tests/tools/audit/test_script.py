@@ -123,7 +123,7 @@ def test_ranks_end_together_and_agree(monkeypatch):
 
 def in_a_process(script, *arguments, steps=6):
     """Runs a script under a watch; returns its record as plain data. The packages are imported already."""
-    from halfstep.torch.collect.watch import Watch
+    from halfstep.torch.instruments.collect.watch import Watch
 
     def end():
         raise SystemExit(0)

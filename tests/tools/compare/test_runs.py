@@ -88,7 +88,7 @@ def test_progress_counts_the_steps_of_all_runs(config: RunConfig, tmp_path: Path
 
 @pytest.mark.prove
 def test_a_warning_of_all_runs_is_passed_on_once(config: RunConfig, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("halfstep.training.loop.slow_formats", lambda policy, device: ["bf16 is slow here"])
+    monkeypatch.setattr("halfstep.training.run.opening.slow_formats", lambda policy, device: ["bf16 is slow here"])
     warnings: list[str] = []
     train_ways([Way("fp32", shortened(config, 1))], [0, 1], out=tmp_path / "out", on_warning=warnings.append)
     assert warnings == ["warning: bf16 is slow here"]

@@ -10,7 +10,7 @@ from halfstep.core.formats import FP32
 from halfstep.tools.export.targets import TARGETS, Job
 from halfstep.tools.export.tokenizer import check_tokenizer, write_tokenizer
 from halfstep.training.data.tokenizer_base import BytesTokenizer
-from halfstep.training.data.tokenizer_libraries import HuggingFace, SentencePiece, Tiktoken
+from halfstep.training.data.tokenizers import HuggingFace, SentencePiece, Tiktoken
 from tests.refusals import refuses
 from tests.training.data.test_tokenizers import bpe, sentencepiece_model, tiktoken_content  # noqa: F401
 

@@ -66,9 +66,9 @@ def test_timed_shapes_make_a_number_of_a_range():
     config = load("tiny", SMALL)
     low, high = plan_recipe(config, BF16, machine, 1, 0.0).seconds
     assert low < high
-    from halfstep.torch.planning.step import of_recipe
+    from halfstep.torch.instruments.planning.step import trace_recipe
 
-    work = of_recipe(config, BF16, machine.hardware).work
+    work = trace_recipe(config, BF16, machine.hardware).work
     timed = tuple(Timed(w.kind, w.format, w.shape, 1e-6, w.flops) for w in work if w.kind != "bytes")  # type: ignore[arg-type]
     timed += (Timed("bytes", "", (8,), 1e-12, 1.0),)
     plan = plan_recipe(config, BF16, replace(machine, timed=timed), 1, 0.0)
@@ -83,9 +83,9 @@ def test_a_host_that_was_timed_is_the_limit_of_small_passes_and_not_of_compiled_
     config = load("tiny", [*SMALL, "training.micro_batches=2"])
     low, high = plan_recipe(config, BF16, machine, 1, 0.0).seconds
     assert high == pytest.approx(4 * low)
-    from halfstep.torch.planning.step import of_recipe
+    from halfstep.torch.instruments.planning.step import trace_recipe
 
-    work = of_recipe(config, BF16, machine.hardware).work
+    work = trace_recipe(config, BF16, machine.hardware).work
     update = sum(w.phase == "update" for w in work)
     each = (len(work) - update) // 2
     timed = (

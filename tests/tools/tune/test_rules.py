@@ -2,7 +2,7 @@ import pytest
 
 from halfstep.config.load import read_policy
 from halfstep.core.policy import Policy
-from halfstep.tools.tune.rules import changed, to_toml, words
+from halfstep.tools.tune.rules import apply_assignment, describe_formats, to_toml
 from halfstep.tools.tune.search import Option
 
 NAMES = [f"blocks.{i}.{part}" for i in range(4) for part in ("attn.q", "mlp.up", "mlp.down")] + ["lm_head"]
@@ -34,7 +34,7 @@ CASES = {
 @pytest.mark.parametrize("base", ["fp32,emulate=true", "bf16-mixed"])
 @pytest.mark.parametrize("assignment", CASES.values(), ids=CASES)
 def test_policy_gives_each_module_what_was_chosen(base, assignment):
-    policy, wanted = changed(Policy.parse(base), NAMES, assignment)
+    policy, wanted = apply_assignment(Policy.parse(base), NAMES, assignment)
     wide = str(policy.compute.format)
     expected = dict.fromkeys(NAMES, (wide, wide))
     expected |= {name: (o.compute, o.grad or wide) for name, o in assignment.items()}
@@ -46,13 +46,15 @@ def test_policy_gives_each_module_what_was_chosen(base, assignment):
 
 
 def test_all_but_one_is_two_rules():
-    policy, wanted = changed(Policy.parse("fp32,emulate=true"), NAMES, CASES["all but one"])
+    policy, wanted = apply_assignment(Policy.parse("fp32,emulate=true"), NAMES, CASES["all but one"])
     assert [str(each.rule) for each in wanted] == ["**: compute=e4m3,grad=e5m2", "blocks.1.mlp.down: compute=fp32"]
     assert str(policy.eval.format) == "fp32"
 
 
 def test_many_blocks_are_one_rule():
-    _, wanted = changed(Policy.parse("bf16-mixed"), NAMES, {n: FP8 for n in NAMES if not n.endswith("attn.q")})
+    _, wanted = apply_assignment(
+        Policy.parse("bf16-mixed"), NAMES, {n: FP8 for n in NAMES if not n.endswith("attn.q")}
+    )
     assert [each.rule.glob for each in wanted] == ["**", "blocks.*.attn.q"]
     assert wanted[1].modules == tuple(f"blocks.{i}.attn.q" for i in range(4))
 
@@ -60,7 +62,7 @@ def test_many_blocks_are_one_rule():
 @pytest.mark.parametrize("base", ["fp32,norm=bf16,emulate=true; lm_head: compute=bf16", "fp32", "bf16-mixed"])
 def test_file_reads_back_as_the_policy_with_a_comment_for_each_rule(base, tmp_path):
     base = Policy.parse(base)
-    policy, wanted = changed(base, NAMES[:-1], {n: FP8 for n in NAMES[:-1] if n != "blocks.1.mlp.down"})
+    policy, wanted = apply_assignment(base, NAMES[:-1], {n: FP8 for n in NAMES[:-1] if n != "blocks.1.mlp.down"})
     path = tmp_path / "policy.toml"
     path.write_text(to_toml(policy, wanted, lambda each: f"why {each.rule.glob}", ["found by tune", "2 lines"]))
     assert Policy.parse(read_policy(str(path))) == policy
@@ -73,9 +75,11 @@ def test_file_reads_back_as_the_policy_with_a_comment_for_each_rule(base, tmp_pa
 
 def test_numbers_alone_make_no_rule_that_catches_other_modules():
     names = ["0.0", "0.1", "1.0", "0.head"]
-    policy, _ = changed(Policy.parse("fp32"), names, {"0.0": FP8, "0.1": FP8, "1.0": FORWARD})
+    policy, _ = apply_assignment(Policy.parse("fp32"), names, {"0.0": FP8, "0.1": FP8, "1.0": FORWARD})
     assert resolved(policy, names)["0.head"] == ("fp32", "fp32")
-    policy, _ = changed(Policy.parse("fp32"), names, {"0.0": FORWARD, "0.1": FORWARD, "0.head": FP8, "1.0": FP8})
+    policy, _ = apply_assignment(
+        Policy.parse("fp32"), names, {"0.0": FORWARD, "0.1": FORWARD, "0.head": FP8, "1.0": FP8}
+    )
     assert resolved(policy, names) == {
         "0.0": ("e4m3", "fp32"),
         "0.1": ("e4m3", "fp32"),
@@ -86,5 +90,5 @@ def test_numbers_alone_make_no_rule_that_catches_other_modules():
 
 def test_words():
     base = Policy.parse("fp32")
-    assert words(base, "e4m3", "e5m2") == "e4m3 with gradients in e5m2"
-    assert words(base, "", "") == "fp32"
+    assert describe_formats(base, "e4m3", "e5m2") == "e4m3 with gradients in e5m2"
+    assert describe_formats(base, "", "") == "fp32"

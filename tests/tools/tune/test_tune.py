@@ -14,7 +14,7 @@ from halfstep.core.policy import Policy
 from halfstep.tools.tune.reasons import policy_file, summary
 from halfstep.tools.tune.targets import base_of, target_of
 from halfstep.tools.tune.tune import Settings, Tuner
-from halfstep.torch.tuning.study import MatmulLayer
+from halfstep.torch.instruments.tuning import MatmulLayer
 from halfstep.training.files import RunLock
 
 NAMES = [f"blocks.{i}.mlp.{part}" for i in range(3) for part in ("up", "down")]
@@ -50,7 +50,9 @@ class Fake:
                 total += grad + (self.rises.get(name, 0.0) + 1e-3 if each["compute"] != policy.compute else 0.0)
             return total
 
-        return SimpleNamespace(layers=[MatmulLayer(n, ((64, 64),), 128) for n in NAMES], lost=lost, names=NAMES)
+        return SimpleNamespace(
+            layers=[MatmulLayer(n, ((64, 64),), 128) for n in NAMES], descent_lost=lost, names=NAMES
+        )
 
 
 def tuned(target, out, settings=SETTINGS, progress=lambda *_: None):
@@ -118,7 +120,7 @@ def test_study_that_was_interrupted_continues(tmp_path):
                 asked.append(policy)
                 return 5e-3
 
-            return SimpleNamespace(**{**vars(made), "lost": lost})
+            return SimpleNamespace(**{**vars(made), "descent_lost": lost})
 
     with pytest.raises(KeyboardInterrupt):
         tuned(Stops(), tmp_path)
@@ -260,10 +262,10 @@ def test_settings_that_cannot_be_meant_are_refused(change, says, tmp_path):
         ("tinny", (), "neither a recipe nor module:factory"),
         ("tiny", ("backend=jax",), "runs on torch"),
         ("no_such_module:f", (), "there is no module `no_such_module`"),
-        ("tests.torch.tuning.models:net", ("seed=1",), "--set seed=1 is for recipes"),
-        ("tests.torch.tuning.models:without_data", (), "returned 2 values, and no data to train on"),
-        ("tests.torch.tuning.models:alone", (), "returned a Linear"),
-        ("tests.torch.tuning.models:no_batches", (), "an empty list for the batches to train on"),
+        ("tests.torch.instruments.tuning.models:net", ("seed=1",), "--set seed=1 is for recipes"),
+        ("tests.torch.instruments.tuning.models:without_data", (), "returned 2 values, and no data to train on"),
+        ("tests.torch.instruments.tuning.models:alone", (), "returned a Linear"),
+        ("tests.torch.instruments.tuning.models:no_batches", (), "an empty list for the batches to train on"),
     ],
 )
 def test_targets_that_cannot_be_tuned_are_refused(name, overrides, says, tmp_path):

@@ -9,8 +9,8 @@ from torch import nn
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16
 from halfstep.core.policy import Policy
-from halfstep.torch.apply import apply, restore
-from halfstep.torch.cast import carried
+from halfstep.torch.convert.apply import apply, restore
+from halfstep.torch.numerics.cast import carried
 from tests.torch.nets import draw, exact, mixed, within
 
 ATTENTION = {

@@ -9,26 +9,27 @@ from torch._dynamo.backends.common import aot_autograd
 
 from halfstep.config.load import load
 from halfstep.config.model import ModelConfig
+from halfstep.core.arrays.measure import TOKENS
 from halfstep.core.choice.layers import BUDGET
 from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import E4M3, E5M2
-from halfstep.core.measure import TOKENS
 from halfstep.core.policy import Policy
 from halfstep.core.precision import precisions
 from halfstep.core.roles import Operand
-from halfstep.torch import layers, losses
-from halfstep.torch.apply import apply
+from halfstep.torch import layers
 from halfstep.torch.convert import fp8_choice
+from halfstep.torch.convert.apply import apply, apply_resolved
 from halfstep.torch.convert.fp8_choice import CPU_TOKENS, measure_all
+from halfstep.torch.convert.functions import narrow_logits
 from halfstep.torch.convert.plan import plans_of
-from halfstep.torch.dtypes import product_failure, supported
-from halfstep.torch.functions import widened
-from halfstep.torch.losses import LEAN_CHUNKS
+from halfstep.torch.loss import plain as losses
+from halfstep.torch.loss.plain import LEAN_CHUNKS
 from halfstep.torch.measure import LayerWork, time_layer
 from halfstep.torch.model import Decoder
+from halfstep.torch.numerics.dtypes import product_failure, supported
+from halfstep.torch.run import Run, prepare
 from halfstep.torch.session import Session
 from halfstep.torch.state import load_state, restored, state_of, stored
-from halfstep.torch.step import Run, prepare
 from tests.refusals import refuses
 
 needs_fp8 = pytest.mark.skipif(not supported(E4M3, "cpu"), reason=supported(E4M3, "cpu").reason)
@@ -216,7 +217,7 @@ def test_a_delayed_run_resumes_bit_for_bit_whatever_is_faster_now(then, now):
 @needs_fp8
 def test_a_session_measures_its_own_micro_batch(monkeypatch):
     device = Device({(32, 128): 0.4e-3})
-    monkeypatch.setattr(apply, "__kwdefaults__", {**apply.__kwdefaults__, "timer": device})
+    monkeypatch.setitem(apply_resolved.__kwdefaults__, "timer", device)
     sizes = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=16", "training.batch=3"]
     session = Session(load("tiny", sizes), Policy.parse("fp8-mixed"), "cpu")
     assert {work.tokens for work, _ in device.asked} == {48}
@@ -227,7 +228,7 @@ def test_a_session_measures_its_own_micro_batch(monkeypatch):
     assert session.model.blocks[0].mlp.up.precision.narrow
     assert not session.model.blocks[0].attn.q.precision.narrow
     assert session.notes[0].startswith("measured: 1 of the 7 matmuls that rules name are faster")
-    monkeypatch.setattr(apply, "__kwdefaults__", {**apply.__kwdefaults__, "timer": Device({(32, 256): 0.4e-3})})
+    monkeypatch.setitem(apply_resolved.__kwdefaults__, "timer", Device({(32, 256): 0.4e-3}))
     resumed = Session(load("tiny", sizes), Policy.parse("fp8-mixed"), "cpu")
     assert resumed.model.lm_head.precision.narrow
     resumed.load(session.state())
@@ -277,9 +278,11 @@ class Losses(Device):
 @pytest.fixture
 def kernel(monkeypatch):
     """The loss kernel runs here, of any vocabulary; its operations compute in torch's functions."""
-    monkeypatch.setattr(losses, "why_not", lambda x, dtype, casts=None: "" if dtype in losses.NARROW else "wide")
-    monkeypatch.setattr(widened, "why_not", losses.why_not)
-    monkeypatch.setattr(widened, "LARGE", 32)
+    monkeypatch.setattr(
+        losses, "why_no_kernel", lambda x, dtype, casts=None: "" if dtype in losses.NARROW else "wide"
+    )
+    monkeypatch.setattr(narrow_logits, "why_no_kernel", losses.why_no_kernel)
+    monkeypatch.setattr(narrow_logits, "LARGE", 32)
 
 
 @needs_fp8
@@ -289,7 +292,7 @@ def test_a_head_of_others_is_timed_with_its_loss_and_is_wide_without(kernel):
         assert run.conversion.measured.narrow == {"head": False, "head:loss": faster}
         head, text = run.model.head, run.summary()
         assert not head.precision.narrow
-        assert (head.halfstep_loss_casts is not None) is faster
+        assert (head.halfstep.loss_casts is not None) is faster
         alone = (
             "multiplies in bf16, weight gradients in fp32 (in e4m3 and e5m2 the gradient of its logits would be "
         )
@@ -301,7 +304,7 @@ def test_a_head_of_others_is_timed_with_its_loss_and_is_wide_without(kernel):
     # Also one that would be faster alone.
     run = prepared(net=Others(), device=Device(otherwise=0.4e-3))
     assert not run.model.head.precision.narrow
-    assert run.model.head.halfstep_loss_casts is not None
+    assert run.model.head.halfstep.loss_casts is not None
     prepared(net=Others(), device=(device := Device()), memory="lean")
     assert [work.loss for work, _ in device.asked] == [LEAN_CHUNKS]
 
@@ -310,28 +313,28 @@ def test_a_head_of_others_is_timed_with_its_loss_and_is_wide_without(kernel):
 @pytest.mark.parametrize("case", ["no kernel", "eager", "small", "no table", "emulated"])
 def test_what_has_no_loss_of_its_own_is_timed_alone(case, kernel, monkeypatch):
     if case == "no kernel":
-        monkeypatch.setattr(losses, "why_not", lambda *_: "not here")
+        monkeypatch.setattr(losses, "why_no_kernel", lambda *_: "not here")
     if case == "small":
-        monkeypatch.setattr(widened, "LARGE", 33)
+        monkeypatch.setattr(narrow_logits, "LARGE", 33)
     net = Others()
     if case == "no table":
         net.table = nn.EmbeddingBag(32, 16)
     policy = f"{MEASURED},emulate=true" if case == "emulated" else MEASURED
     run = prepared(policy, net, Losses(otherwise=0.4e-3), compiled=case != "eager")
     assert run.conversion.measured.narrow == ({} if case == "emulated" else {"head": False})
-    assert run.model.head.halfstep_loss_casts is None
+    assert run.model.head.halfstep.loss_casts is None
 
 
 @needs_fp8
 def test_evaluation_and_unprepare_take_the_casts_of_the_loss_away(kernel):
     run = prepared("fp8-mixed", Others(), Losses(otherwise=0.4e-3))
     head = run.model.head
-    given = head.halfstep_loss_casts
+    given = head.halfstep.loss_casts
     with run.evaluation():
-        assert head.halfstep_loss_casts is None
-    assert head.halfstep_loss_casts is given is not None
+        assert head.halfstep.loss_casts is None
+    assert head.halfstep.loss_casts is given is not None
     run.unprepare()
-    assert not hasattr(head, "halfstep_loss_casts")
+    assert not hasattr(head, "halfstep")
 
 
 @needs_fp8
@@ -342,7 +345,7 @@ def test_a_resumed_run_takes_over_the_choice_of_a_loss(policy, kernel):
     before = slow.summary()
     own = {name: restored(stored(t)) for name, t in state_of(slow).items()}
     load_state(slow, {name: restored(record) for name, record in saved.items()})
-    assert slow.model.head.halfstep_loss_casts is fast.model.head.halfstep_loss_casts is not None
+    assert slow.model.head.halfstep.loss_casts is fast.model.head.halfstep.loss_casts is not None
     assert "it multiplies in e4m3 and e5m2, as in the run that is resumed; here measured: 2 ms" in slow.summary()
     assert f"delayed: {int(policy == DELAYED)} matmuls" in slow.summary() or policy == MEASURED
     load_state(slow, own)
@@ -350,7 +353,7 @@ def test_a_resumed_run_takes_over_the_choice_of_a_loss(policy, kernel):
     # Of a run that did not measure it, on another device or before there was this choice: it ran as the layer.
     del saved["narrow.head:loss"]
     load_state(fast, {name: restored(record) for name, record in saved.items()})
-    assert fast.model.head.halfstep_loss_casts is None
+    assert fast.model.head.halfstep.loss_casts is None
     alone = prepared(policy, Others(), Losses(), compiled=False)
     load_state(alone, own)
     assert alone.conversion.measured.narrow == {"head": False}

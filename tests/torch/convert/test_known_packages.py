@@ -11,7 +11,7 @@ from torch import nn
 
 from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.torch.convert.known_packages import routers
-from halfstep.torch.step import prepare
+from halfstep.torch.run import prepare
 from tests.refusals import refuses
 
 
@@ -99,7 +99,7 @@ def test_a_forward_that_was_replaced_on_the_model_runs_under_the_policy(bound):
     given.forward = types.MethodType(fused, given) if bound else partial(fused, given)
     replaced = given.forward
     run = prepare(given, adamw(given), "bf16-mixed")
-    reached = run.reach(lambda x: given(x)[1].square().mean(), torch.ones(2, 8))
+    reached = run.coverage(lambda x: given(x)[1].square().mean(), torch.ones(2, 8))
     assert "linear" in str(reached)  # its own product is in bf16 too
     run.step(lambda x: given(x)[1].float().square().mean(), [torch.ones(2, 8)])
     assert int(run.num_applied) == 1

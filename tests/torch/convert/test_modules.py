@@ -14,11 +14,11 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from halfstep.core.errors import PolicyError
 from halfstep.core.formats import BF16
 from halfstep.core.policy import Policy
-from halfstep.torch.apply import apply
-from halfstep.torch.cast import carried
 from halfstep.torch.convert import plan
+from halfstep.torch.convert.apply import apply
 from halfstep.torch.layers import casts_for
 from halfstep.torch.layers import linear as casted_linear
+from halfstep.torch.numerics.cast import carried
 from tests.refusals import refuses
 from tests.torch.nets import Net, draw, exact, mixed, native, same, within
 

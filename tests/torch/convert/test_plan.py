@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16
 from halfstep.core.policy import Policy
-from halfstep.torch.apply import apply, restore
-from halfstep.torch.cast import carried, join
+from halfstep.torch.convert.apply import apply, restore
 from halfstep.torch.convert.modules import ISLANDS, KINDS
 from halfstep.torch.layers import Layer
-from halfstep.torch.split.parameter import copying_run
-from halfstep.torch.split.writes import note_write
+from halfstep.torch.numerics.cast import carried, join
+from halfstep.torch.numerics.split.parameter import copying_run
+from halfstep.torch.numerics.split.writes import note_write
 from tests.torch.nets import Net, draw, same, within
 
 

@@ -8,11 +8,11 @@ from torch import nn
 
 from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import E4M3, E5M2
-from halfstep.torch.cast import scale_for
-from halfstep.torch.dtypes import supported
 from halfstep.torch.fp8.delayed import HISTORY
+from halfstep.torch.numerics.cast import scale_for
+from halfstep.torch.numerics.dtypes import supported
+from halfstep.torch.run import prepare
 from halfstep.torch.state import load_state, restored, state_of, stored
-from halfstep.torch.step import prepare
 from tests.refusals import refuses
 from tests.torch.nets import same
 
@@ -141,7 +141,7 @@ def test_a_history_is_of_its_model_alone_and_forgets_after_so_many_updates():
     step(run, (2.0, 1.0))
     assert history(run)[X, 0] == 2.0
     run.unprepare()
-    assert "halfstep_history" not in model[0].__dict__
+    assert "halfstep" not in model[0].__dict__
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     assert prepare(model, optimizer, "bf16-mixed,compute=e4m3,emulate=true").amaxes is None
     run, _ = prepared(f"{DELAYED},emulate=true")

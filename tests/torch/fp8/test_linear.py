@@ -14,15 +14,15 @@ from halfstep.core.formats import BF16, E4M3, E5M2
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, precisions
 from halfstep.core.roles import Accumulator, Operand
-from halfstep.torch import cast
-from halfstep.torch.cast import amax_of
-from halfstep.torch.dtypes import DTYPES, ROWS_INTO_FP32, product_failure, supported
 from halfstep.torch.fp8 import linear as fp8
 from halfstep.torch.fp8.linear import lower
 from halfstep.torch.layers import casts_of, linear
-from halfstep.torch.split.parameter import make_split
-from halfstep.torch.step import prepare
-from halfstep.torch.tracing import compiling
+from halfstep.torch.numerics import cast
+from halfstep.torch.numerics.cast import amax_of
+from halfstep.torch.numerics.dtypes import DTYPES, ROWS_INTO_FP32, product_failure, supported
+from halfstep.torch.numerics.provenance import compiling
+from halfstep.torch.numerics.split.parameter import make_split
+from halfstep.torch.run import prepare
 from tests.torch.nets import U32, bf16, draw, same
 
 pytestmark = pytest.mark.skipif(not supported(E4M3, "cpu"), reason=supported(E4M3, "cpu").reason)

@@ -9,10 +9,10 @@ from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
-from halfstep.torch.functions import mode
+from halfstep.torch.convert.functions import mode
 from halfstep.torch.kernels.activations import by_sigmoid, gelu, squared_relu
-from halfstep.torch.step import prepare
-from halfstep.torch.tracing import traced
+from halfstep.torch.numerics.provenance import traced
+from halfstep.torch.run import prepare
 
 BF16 = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 # Its cube overflows beyond, in fp32 as in torch's own: there GELU is x or 0.

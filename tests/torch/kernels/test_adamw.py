@@ -11,8 +11,8 @@ import torch
 from halfstep.core.formats import BF16, FP32
 from halfstep.core.roles import Param
 from halfstep.torch import kernels
-from halfstep.torch.cast import carried, join, split
 from halfstep.torch.kernels import CAPTURED
+from halfstep.torch.numerics.cast import carried, join, split
 from halfstep.torch.optim import adamw as optim
 from halfstep.torch.optim.masters import Masters
 from tests.torch.nets import same

@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import E4M3
-from halfstep.torch import linear_cross_entropy, losses
-from halfstep.torch.dtypes import supported
-from halfstep.torch.fp8.coded_loss import coded_row_losses_, scale_of
+from halfstep.torch import linear_cross_entropy
 from halfstep.torch.kernels import has_triton
-from halfstep.torch.losses import Terms
+from halfstep.torch.loss import plain as losses
+from halfstep.torch.loss.coded import coded_row_losses_, gradient_scale
+from halfstep.torch.loss.plain import Terms
+from halfstep.torch.numerics.dtypes import supported
 from tests.torch.fp8.test_linear import casts as casts_for
 
 CUDA = torch.cuda.is_available()
@@ -170,11 +171,15 @@ def test_a_row_of_many_blocks_and_gradients_over_its_logits(dtype, monkeypatch):
 @pytest.mark.parametrize("fmt", ["e5m2", pytest.param("e4m3", marks=pytest.mark.prove)])
 @pytest.mark.parametrize(("width", "dtype", "terms"), CASES, ids=str)
 def test_codes_are_those_of_the_gradient_and_take_the_first_half_of_each_row(width, terms, dtype, fmt, way):
-    from halfstep.torch.cast import to_native
+    from halfstep.torch.numerics.cast import to_native
 
     kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     casts, terms = casts_for(f"{kind}-mixed,compute=e4m3,grad={fmt}"), terms._replace(z_loss=0.0)
-    operand, factor, scale = casts.precision.grad_operand.format, losses.SCALES.get(dtype, 1.0), scale_of(casts)
+    operand, factor, scale = (
+        casts.precision.grad_operand.format,
+        losses.SCALES.get(dtype, 1.0),
+        gradient_scale(casts),
+    )
     given, targets = (draw(5, width) * 4).to(dtype), targets_of(5, width)
     _, right_grads = exact(given, targets, terms)
     error, wide = inside(given, terms), given.clone()
@@ -200,7 +205,9 @@ def test_rounded_stochastically_a_gradient_is_right_on_average_and_to_the_neares
     offsets = torch.arange(n) / 8
     logits = (shape + offsets[:, None]).repeat(classes, 1).bfloat16()
     targets = torch.arange(classes).repeat_interleave(n)
-    grads = losses.in_steps(logits[::n], targets[::n], Terms())[2].repeat_interleave(n, 0).bfloat16().float()
+    grads = (
+        losses.losses_in_steps(logits[::n], targets[::n], Terms())[2].repeat_interleave(n, 0).bfloat16().float()
+    )
     made = losses.round_stochastically(grads, logits, targets, kept)
     unit = torch.frexp(grads)[1].sub(1 + kept).float().exp2()
     below = (grads.abs() / unit).floor() * unit
@@ -487,7 +494,7 @@ def test_it_compiles_into_one_graph_with_the_same_bits(chunks, way):
 def decoder(policy, **changes):
     from halfstep.config.model import ModelConfig
     from halfstep.core.policy import Policy
-    from halfstep.torch.apply import apply
+    from halfstep.torch.convert.apply import apply
     from halfstep.torch.model import Decoder
 
     sizes = {"vocabulary": 34, "context": 4, "layers": 1, "width": 16, "heads": 2, "softcap": 5.0}

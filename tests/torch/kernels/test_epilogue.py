@@ -11,11 +11,11 @@ from torch._dynamo.backends.common import aot_autograd
 
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
-from halfstep.torch.apply import apply
+from halfstep.torch.convert.apply import apply
 from halfstep.torch.kernels import epilogue
-from halfstep.torch.matmul import LinearGeluLinear
 from halfstep.torch.model import Decoder
-from halfstep.torch.step import prepare
+from halfstep.torch.numerics.matmul import LinearGeluLinear
+from halfstep.torch.run import prepare
 
 SIZES = [(1, 8, 8, 8), (37, 24, 40, 16), (5, 3, 7, 2)]
 EPS = torch.finfo(torch.float32).eps

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from halfstep.torch import norms
 from halfstep.torch.layers import casts_for, layer_norm, rms_norm
+from halfstep.torch.numerics import norms
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 CUDA = torch.cuda.is_available()

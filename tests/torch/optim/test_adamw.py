@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP32
 from halfstep.core.roles import Param
-from halfstep.torch.cast import split
+from halfstep.torch.numerics.cast import split
 from halfstep.torch.optim import muon, newton_schulz
 from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.optim.masters import Masters

@@ -10,12 +10,12 @@ from torch import nn
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP32
 from halfstep.core.roles import Param
-from halfstep.torch.cast import split
+from halfstep.torch.numerics.cast import split
 from halfstep.torch.optim import drivers
 from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.optim.drivers import FusedDriver, SyncDriver, check_optimizers, driver_of
 from halfstep.torch.optim.masters import Masters
-from halfstep.torch.step import prepare
+from halfstep.torch.run import prepare
 from tests.torch.nets import draw
 
 COUNT = torch.ones((), dtype=torch.int32)

@@ -7,7 +7,7 @@ from torch import nn
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP32
 from halfstep.core.roles import Param
-from halfstep.torch.cast import split
+from halfstep.torch.numerics.cast import split
 from halfstep.torch.optim.ema import Averages
 from halfstep.torch.optim.masters import Masters
 from tests.torch.nets import draw, same
@@ -65,14 +65,14 @@ def test_a_bf16_master_is_rounded_to_nearest_or_by_seed_update_and_name(dtype):
 def test_an_opened_parameter_is_its_fp32_master_stored_afterwards_but_for_an_error():
     p, masters, number = halves()
     identity = id(p)
-    with masters.opened([p], COUNT):
+    with masters.open([p], COUNT):
         assert p.dtype == torch.float32
         assert torch.equal(p, number)
         p.data.mul_(3)
     assert p.dtype == torch.bfloat16
     assert id(p) == identity
     assert torch.equal(masters.wide([p])[0], number * 3)
-    with masters.opened([p], COUNT):
+    with masters.open([p], COUNT):
         p.data = p.data + 1
     assert torch.equal(masters.wide([p])[0], number * 3 + 1)
     p, masters, number = halves()
@@ -82,7 +82,7 @@ def test_an_opened_parameter_is_its_fp32_master_stored_afterwards_but_for_an_err
         p.data.mul_(3)
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), masters.opened([p], COUNT):
+    with pytest.raises(ZeroDivisionError), masters.open([p], COUNT):
         fail()
     assert (p.dtype, p.data_ptr()) == (torch.bfloat16, before)
     assert torch.equal(masters.wide([p])[0], number)
@@ -99,7 +99,7 @@ def test_averages_are_used_as_masters_are_held_and_the_masters_come_back_exactly
     averages.update(torch.ones(()))
     average, before = averages.named()["w"].clone(), p.detach().clone()
     remainder = masters.remainders["w"].clone() if held == "split" else None
-    with averages.used(COUNT):
+    with averages.swap_in(COUNT):
         assert p.dtype == before.dtype
         expected = {"split": split(average)[0], "fp32": average, "bf16": average.bfloat16()}[held]
         assert torch.equal(p, expected)

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.torch import prepare
-from halfstep.torch.functions.mode import PolicyMode
-from halfstep.torch.shards import ShardCast
+from halfstep.torch.convert.functions.mode import PolicyMode
+from halfstep.torch.numerics.shards import ShardCast
 from tests.processes import run_ranks
 from tests.torch.parallel import jobs
 from tests.torch.parallel.bounds import assert_same

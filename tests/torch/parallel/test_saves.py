@@ -24,8 +24,7 @@ from halfstep.torch.state import (
     written,
 )
 from halfstep.training.checkpoints import checkpoint
-from halfstep.training.checkpoints.retention import Retention
-from halfstep.training.checkpoints.writer import Saver
+from halfstep.training.checkpoints.writer import Retention, Saver
 from tests.torch.parallel import jobs
 
 META = {"policy": "bf16-mixed"}

@@ -5,8 +5,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.torch import prepare
-from halfstep.torch.parallel.sizes import around, held
-from halfstep.torch.shards import local
+from halfstep.torch.numerics.shards import local
+from halfstep.torch.parallel.sizes import held, ring_share
 from tests.torch.parallel import jobs
 
 SPLIT = "bf16-mixed,param=fp32:split"
@@ -55,7 +55,7 @@ def sent_around(rows, ring):
     whole = [
         (each.get(name, 1), ring * nbytes if name == "allgather_base" else nbytes) for name, _, nbytes in rows
     ]
-    return sum(times * around(ring, nbytes) for times, nbytes in whole)
+    return sum(times * ring_share(ring, nbytes) for times, nbytes in whole)
 
 
 @pytest.mark.parametrize(("way", "number", "policy"), jobs.few(TABLE, ("fsdp", 2, SPLIT)))

@@ -5,7 +5,15 @@ from hypothesis import strategies as st
 
 from halfstep.core.state_format import Stored
 from halfstep.training.checkpoints.checkpoint import save
-from halfstep.training.checkpoints.retention import Retention, best_step, due_step, good_step, kept, prune, survey
+from halfstep.training.checkpoints.writer import (
+    Retention,
+    best_step,
+    due_step,
+    good_step,
+    prune,
+    steps_to_keep,
+    survey,
+)
 
 
 def make(folder, **losses):
@@ -101,7 +109,7 @@ def test_what_is_refused_on_load_stops_no_prune(tmp_path):
 )
 def test_the_newest_always_stays_and_each_that_stays_has_a_reason(steps, last, every, by_best, protected):
     chosen = min(steps)
-    stay = kept(steps, Retention(last, every, by_best), chosen, protected)
+    stay = steps_to_keep(steps, Retention(last, every, by_best), chosen, protected)
     assert max(steps) in stay
     assert stay <= steps
     ordered = sorted(steps)

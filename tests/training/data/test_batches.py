@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from halfstep.training.data import batches
 from halfstep.training.data.batches import Batches, bigram_bits, validation_batches
-from halfstep.training.data.types import DataError
+from halfstep.training.data.types import DataError, DataSizeError
 
 
 def line(size):
@@ -147,9 +147,9 @@ def test_texts_that_are_too_short_are_refused():
     ):
         Batches(line(8), context=8, batch=1, micro_batches=1, seed=0)
     Batches(line(9), context=8, batch=1, micro_batches=1, seed=0)
-    with pytest.raises(DataError, match=r"2 x 2 = 4 sequences, but `a\.txt` has only 3: 30 tokens"):
+    with pytest.raises(DataSizeError, match=r"2 x 2 = 4 sequences, but `a\.txt` has only 3: 30 tokens"):
         Batches(line(30), context=8, batch=2, micro_batches=2, seed=0, name="`a.txt`")
-    with pytest.raises(DataError, match="the held-out text is shorter than one sequence"):
+    with pytest.raises(DataSizeError):
         validation_batches(line(8), context=8, batch=1, limit_tokens=100)  # before any batch is asked for
 
 

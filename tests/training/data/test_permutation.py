@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.training.data.permutation import Permutation
+from halfstep.training.data.batches import Permutation
 
 
 def order(size, *key):

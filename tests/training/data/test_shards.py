@@ -11,7 +11,7 @@ from halfstep.training.data import shards
 from halfstep.training.data.batches import Batches
 from halfstep.training.data.load import load_corpus
 from halfstep.training.data.shards import Shard, ShardedTokens, open_shard
-from halfstep.training.data.types import DataError
+from halfstep.training.data.types import DamagedDataError, DataError, DataNotFoundError, VocabularyError
 from tests.refusals import refuses
 
 START = 50256
@@ -115,7 +115,7 @@ def test_a_damaged_window_is_named_when_its_batch_is_read(tmp_path, monkeypatch)
         write_shard(tmp_path / "train.bin", tokens, version=version)
         write_shard(tmp_path / "val.bin", numbers(2, 200, high=500))
         feed = Batches(load_corpus(str(tmp_path), 0.1, 512).train, context=9, batch=4, micro_batches=1, seed=0)
-        with pytest.raises(DataError, match=rf"train\.bin` contains token {bad} at offset 2000"):
+        with pytest.raises(VocabularyError, match=rf"train\.bin` contains token {bad} at offset 2000"):
             [feed.at(step) for step in range(83)]
 
 
@@ -127,10 +127,12 @@ def test_version_2_has_four_bytes_per_token(tmp_path):
     assert corpus.train.locate(2500) == (str(tmp_path / "a.bin"), 2500)
     tokens[1234] = 2**31
     write_shard(tmp_path / "a.bin", tokens, version=2)
-    with pytest.raises(DataError, match=rf"token {2**31} at offset 1234, but the vocabulary has only 200000"):
+    with pytest.raises(
+        VocabularyError, match=rf"token {2**31} at offset 1234, but the vocabulary has only 200000"
+    ):
         load_corpus(str(tmp_path), 0.1, 200_000)
     (tmp_path / "a.bin").write_bytes((tmp_path / "a.bin").read_bytes()[:-2])
-    with pytest.raises(DataError, match=r"truncated: it has 13022 bytes, expected 13024 for 3000 tokens"):
+    with pytest.raises(DamagedDataError, match=r"truncated: it has 13022 bytes, expected 13024 for 3000 tokens"):
         load_corpus(str(tmp_path), 0.1, 200_000)
 
 
@@ -187,10 +189,10 @@ def test_wrong_headers_and_shards_that_cannot_be_opened_are_refused(tmp_path):
 def test_a_bad_shard_and_one_that_cannot_be_opened_are_named(tmp_path):
     for n in range(4):
         write_shard(tmp_path / f"{n}.bin", numbers(n, 50), count=51 if n == 2 else None)
-    with pytest.raises(DataError, match=r"2\.bin` is truncated"):
+    with pytest.raises(DamagedDataError, match=r"2\.bin` is truncated"):
         load_corpus(str(tmp_path), 0.1, 50257)
     (tmp_path / "a.bin").mkdir()
-    with pytest.raises(DataError, match=r"cannot read shard `.*a\.bin`"):
+    with pytest.raises(DataNotFoundError, match=r"cannot read shard `.*a\.bin`"):
         open_shard(tmp_path / "a.bin")
 
 
@@ -200,7 +202,7 @@ def test_a_token_beyond_the_vocabulary_is_named_with_shard_and_offset(tmp_path):
         if n == 1:
             tokens[123] = 1024
         write_shard(tmp_path / f"{n}.bin", tokens)
-    with pytest.raises(DataError, match=r"1\.bin` contains token 1024 at offset 123, but .* only 1024"):
+    with pytest.raises(VocabularyError, match=r"1\.bin` contains token 1024 at offset 123, but .* only 1024"):
         load_corpus(str(tmp_path), 0.1, 1024)
     assert len(load_corpus(str(tmp_path), 0.1, 1025).train)
 
@@ -214,9 +216,9 @@ def test_a_token_past_the_scan_is_found_when_it_is_read(tmp_path, monkeypatch):
     write_shard(tmp_path / "val.bin", numbers(2, 200, high=500))
     corpus = load_corpus(str(tmp_path), 0.1, 512)
     assert len(corpus.train[600:700]) == 100
-    with pytest.raises(DataError, match=r"train\.bin` contains token 600 at offset 700"):
+    with pytest.raises(VocabularyError, match=r"train\.bin` contains token 600 at offset 700"):
         corpus.train[690:710]
     tokens[99] = 601
     write_shard(tmp_path / "train.bin", tokens)
-    with pytest.raises(DataError, match=r"token 601 at offset 99"):
+    with pytest.raises(VocabularyError, match=r"token 601 at offset 99"):
         load_corpus(str(tmp_path), 0.1, 512)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from halfstep.training.job import Job, JobError
+from halfstep.training.job import Job, RankError
 from halfstep.training.telemetry.watchdog import UNHEARD, Row, describe
 
 
@@ -34,7 +34,7 @@ class Other:
     def __init__(self, *answers):
         self.answers = list(answers)
 
-    def tell(self, text):
+    def broadcast(self, text):
         return text
 
     def note(self, key, text):
@@ -45,17 +45,13 @@ class Other:
 
 
 def test_a_rank_with_other_data_is_refused():
-    with pytest.raises(
-        JobError, match="rank 1 is not the same run as rank 0: data is 'b' there, and 'a'"
-    ) as caught:
+    with pytest.raises(RankError, match="rank 1 is not the same run as rank 0: data is 'b' there, and 'a'"):
         Job(Other({"data": "b"})).check_same({"data": "a"}, "give it the same")
-    assert caught.value.hint == "give it the same"
 
 
 def test_a_rank_that_does_not_see_the_folder_is_refused(out):
     out.mkdir()
-    with pytest.raises(JobError, match="rank 1 does not see the run folder") as caught:
+    with pytest.raises(RankError, match="rank 1 does not see the run folder"):
         Job(Other(None, False)).check_folder(out)
-    assert "every machine has mounted" in caught.value.hint
     assert not [*out.iterdir()]
     Job(Other(None, True)).check_folder(out)

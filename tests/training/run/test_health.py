@@ -82,10 +82,10 @@ def test_the_good_step_stays_while_later_ones_are_bad():
     assert (health.good, health.in_a_row) == (11, 0)
     assert health.observe(13, step(loss=9.0)) == "spike"
     assert health.good == 11
-    health.evaluated(13)
+    health.note_evaluation(13)
     assert health.good == 11  # a finite look does not undo a spike
     without = Health(0.0)
-    without.evaluated(13)
+    without.note_evaluation(13)
     assert without.good == 13
 
 

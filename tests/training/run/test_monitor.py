@@ -12,8 +12,7 @@ from halfstep.config.load import load
 from halfstep.core.observed import LayerInfo
 from halfstep.core.policy import Policy
 from halfstep.training.job import Job
-from halfstep.training.run.findings import Findings
-from halfstep.training.run.monitor import RECORDS, REST, SAMPLES, WHILE, Alarms, Monitor
+from halfstep.training.run.monitor import RECORDS, REST, SAMPLES, WHILE, Alarms, Findings, Monitor
 from halfstep.training.telemetry.events import NoEvents
 from tests.training.runs import events_of, final_state, interrupt_at, starter
 
@@ -81,7 +80,7 @@ def drive(monitor, steps, bad=(), late=0, numbers=None):
     sampled = []
     monitor.start(steps[0] - 1)
     for step in steps:
-        with monitor.around(step):
+        with monitor.observe_step(step):
             monitor._session.counted += 1
         if step - late >= steps[0]:
             loss = math.nan if step - late in bad else 2.0
@@ -194,7 +193,7 @@ def test_a_rollback_forgets_what_was_counted():
     drive(watching, range(1, 26))
     watching.roll_back(12)
     for step in range(13, 21):
-        with watching.around(step):
+        with watching.observe_step(step):
             watching._session.counted += 1
         watching.read(step, FINE)
     last = records(watching)[-1]

@@ -11,15 +11,16 @@ import pytest
 
 from halfstep.config.load import load
 from halfstep.core.audit.cause import Cause
-from halfstep.core.errors import ConfigError, HalfstepError
+from halfstep.core.errors import ConfigError, HalfstepError, ResumeError, ScaleFloorError, SettingConflictError
 from halfstep.training.checkpoints import checkpoint
-from halfstep.training.checkpoints.retention import best_step, survey
+from halfstep.training.checkpoints.writer import best_step, survey
 from halfstep.training.data import batches
 from halfstep.training.data.shards import Shard, ShardedTokens
-from halfstep.training.data.types import DataError
+from halfstep.training.data.types import DataMismatchError
 from halfstep.training.files import LockedError
 from halfstep.training.loop import Loop
-from halfstep.training.run import determinism
+from halfstep.training.run.health import DivergedError
+from halfstep.training.run.opening import check_determinism, prepare_determinism
 from tests.training.runs import (
     at_step,
     before_step,
@@ -57,7 +58,9 @@ def test_a_loss_that_is_not_finite_counts_though_its_gradients_are(text, out, ca
     loop = start(text, out, "training.steps=80")
     real = loop.session._loss
     loop.session._loss = lambda x, y: real(x, y) + (math.inf if loop.tally.step >= 5 else 0.0)
-    with pytest.raises(HalfstepError, match="50 steps in a row were not finite, up to step 55; forward: the loss"):
+    with pytest.raises(
+        ScaleFloorError, match="50 steps in a row were not finite, up to step 55; forward: the loss"
+    ):
         loop.run()
     events = events_of(out, "not_finite")
     assert [event["step"] for event in events] == list(range(6, 56))
@@ -93,7 +96,7 @@ def test_a_run_that_diverged_names_the_tensor_and_keeps_the_checkpoint_from_befo
 @pytest.mark.parametrize(("keep", "kept"), [([], [10, 50, 60]), (["training.keep_last=1"], [10, 60])])
 def test_an_update_that_ruins_the_weights_it_saves_does_not_push_out_the_ones_before(text, out, keep, kept):
     loop = ruin_by_update(start(text, out, "training.steps=100", "training.save_every=10", *keep), 20)
-    with pytest.raises(HalfstepError, match="50 steps in a row") as caught:
+    with pytest.raises(ScaleFloorError, match="50 steps in a row") as caught:
         loop.run()
     left = {p.name: checkpoint.load(p)[0] for p in checkpoint.step_folders(out / "checkpoints")}
     assert [*left] == [f"step-{step:06d}" for step in kept]
@@ -105,7 +108,7 @@ def test_an_update_that_ruins_the_weights_it_saves_does_not_push_out_the_ones_be
 def test_a_run_that_never_was_finite_leaves_a_checkpoint_too(text, tmp_path):
     loop = start(text, tmp_path / "run", "training.steps=100", "training.save_every=99")
     loop.session.model.embed.weight.data[:] = math.nan
-    with pytest.raises(HalfstepError, match=r"forward: embed"):
+    with pytest.raises(ScaleFloorError):
         loop.run()
     assert checkpoint.latest(tmp_path / "run" / "checkpoints").name == "step-000050"
 
@@ -115,7 +118,7 @@ def test_a_checkpoint_left_behind_says_the_step_that_its_weights_are_after(text,
     loop = start(text, tmp_path / "run", "training.steps=100", "training.save_every=99")
     poison(loop, range(50), math.nan)
     monkeypatch.setattr(type(loop.session), "asynchronous", True)
-    with pytest.raises(HalfstepError, match="up to step 50"):
+    with pytest.raises(ScaleFloorError, match="up to step 50"):
         loop.run()
     manifest = final_state(tmp_path / "run")[1]
     assert loop.session.applied() == 1
@@ -131,7 +134,7 @@ def test_if_no_scale_helps_the_tensor_is_named_and_a_checkpoint_left(text, tmp_p
     dtype, shape, data = state["model.embed.weight"]
     state["model.embed.weight"] = (dtype, shape, np.full(len(data) // 4, np.nan, np.float32).tobytes())
     loop.session.load(state)
-    with pytest.raises(HalfstepError, match=r"at its floor, 1; .*embed"):
+    with pytest.raises(ScaleFloorError, match=r"at its floor, 1; .*embed"):
         loop.run()
     launched = 3 if loop.session.asynchronous else 2
     assert checkpoint.latest(tmp_path / "run" / "checkpoints").name == f"step-{launched:06d}"
@@ -156,7 +159,7 @@ def test_if_no_scale_helps_the_data_of_that_step_is_examined(text, tmp_path, mon
     monkeypatch.setattr(type(loop.session), "asynchronous", True)
     seen, check = [], loop.session.check
     loop.session.check = lambda result, batch: seen.append(batch) or check(result, batch)
-    with pytest.raises(HalfstepError, match="at its floor, 1; forward: the loss itself"):
+    with pytest.raises(ScaleFloorError, match="at its floor, 1; forward: the loss itself"):
         loop.run()
     assert len(seen) == 1
     assert np.array_equal(seen[0], loop.batches.at(1))
@@ -205,7 +208,7 @@ def test_a_rollback_leaves_the_run_that_never_saw_the_data(text, tmp_path):
 
 
 def test_a_rollback_waits_for_the_checkpoint_that_is_being_written(text, tmp_path, monkeypatch):
-    out, saves, real = tmp_path / "run", [], checkpoint.save
+    out, saves, real = tmp_path / "run", [], checkpoint.write
 
     def slow(folder, step, *rest):
         saves.append(step)
@@ -213,7 +216,7 @@ def test_a_rollback_waits_for_the_checkpoint_that_is_being_written(text, tmp_pat
             time.sleep(0.3)
         return real(folder, step, *rest)
 
-    monkeypatch.setattr(checkpoint, "save", slow)
+    monkeypatch.setattr(checkpoint, "write", slow)
     assert poison(start(text, out, ROLLBACK), range(10, 13), 10.0).run().finished
     assert saves == [4, 8, 12, 12, 16, 20]
     assert events_of(out, "save_failed") == []
@@ -260,7 +263,7 @@ def test_a_spike_changes_nothing_without_rollback_and_is_a_warning_without_a_che
 
 def test_endless_spikes_stop_the_run(text, out):
     loop = poison(start(text, out, ROLLBACK, "training.steps=40"), range(10, 60), 10.0)
-    with pytest.raises(HalfstepError, match="spiked again after 3 rollbacks to step 8"):
+    with pytest.raises(DivergedError, match="spiked again after 3 rollbacks to step 8"):
         loop.run()
     assert checkpoint.latest(out / "checkpoints").name == "step-000008"
     (stop,) = events_of(out, "stop")
@@ -317,13 +320,13 @@ def test_a_folder_in_use_is_refused_until_its_run_is_over_and_a_refused_resume_f
 
 
 def test_a_folder_stays_in_use_while_what_a_deadline_left_behind_is_still_written(text, tmp_path, monkeypatch):
-    gate, real = threading.Event(), checkpoint.save
+    gate, real = threading.Event(), checkpoint.write
 
     def slow(*args):
         assert gate.wait(20)
         return real(*args)
 
-    monkeypatch.setattr(checkpoint, "save", slow)
+    monkeypatch.setattr(checkpoint, "write", slow)
     loop = start(text, tmp_path / "run", "training.save_every=1", deadline=0.2)
     outcome = before_step(loop, stop).run()
     assert (outcome.step, outcome.saved) == (1, None)
@@ -354,7 +357,7 @@ def test_resuming_in_another_order_is_refused_and_with_other_software_a_warning(
     interrupt_at(start(text, out), 5)
     with monkeypatch.context() as patch:
         patch.setattr(batches, "SORTED_AT_MOST", 10)
-        with pytest.raises(DataError, match=r"in the order `sorted`.* would continue in `keyed`"):
+        with pytest.raises(DataMismatchError, match=r"in the order `sorted`.* would continue in `keyed`"):
             start(text, out, resume=True)
     monkeypatch.setattr("halfstep.torch.session.version", "99.0")
     start(text, out, resume=True).run()
@@ -435,21 +438,21 @@ def test_determinism_sets_early_variables_and_refuses_what_cannot(tmp_path, monk
     for name in names:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    determinism.prepare(load("tiny"), tmp_path)
+    prepare_determinism(load("tiny"), tmp_path)
     assert not any(name in os.environ for name in names)
     asked = load("tiny", ["training.deterministic=true"])
-    determinism.prepare(asked, tmp_path / "run")
+    prepare_determinism(asked, tmp_path / "run")
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "run" / "cache" / "triton")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    with pytest.raises(ConfigError, match="CUBLAS_WORKSPACE_CONFIG is `:0:0`"):
-        determinism.prepare(asked, tmp_path)
+    with pytest.raises(SettingConflictError, match="CUBLAS_WORKSPACE_CONFIG is `:0:0`"):
+        prepare_determinism(asked, tmp_path)
     for kind in ("cpu", "nvidia"):
-        determinism.check(asked, kind)
-    with pytest.raises(ConfigError, match="torch on amd does not promise"):
-        determinism.check(asked, "amd")
-    with pytest.raises(ConfigError, match="jax on nvidia does not promise"):
-        determinism.check(load("tiny", ["training.deterministic=true", "backend=jax"]), "nvidia")
+        check_determinism(asked, kind)
+    with pytest.raises(SettingConflictError):
+        check_determinism(asked, "amd")
+    with pytest.raises(SettingConflictError):
+        check_determinism(load("tiny", ["training.deterministic=true", "backend=jax"]), "nvidia")
 
 
 def test_a_deterministic_run_switches_torch(text, tmp_path, monkeypatch):
@@ -465,7 +468,7 @@ def test_a_deterministic_run_switches_torch(text, tmp_path, monkeypatch):
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = True
-    with pytest.raises(ConfigError, match=r"training\.deterministic was True"):
+    with pytest.raises(ResumeError, match=r"training\.deterministic was True"):
         start(text, tmp_path / "run", "training.steps=2", resume=True)
 
 

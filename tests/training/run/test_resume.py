@@ -4,20 +4,25 @@ import math
 import os
 import re
 import signal
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from halfstep.core.errors import ConfigError
+from halfstep.config.run import RunConfig
+from halfstep.core.errors import ResumeError, RunFolderError
 from halfstep.core.formats import FP32
 from halfstep.training import paths
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.tensors import DamagedCheckpointError
 from halfstep.training.data.shards import ShardedTokens, header, open_shard
-from halfstep.training.data.types import DataError
+from halfstep.training.data.types import DamagedDataError, DataError
 from halfstep.training.files import write_whole
-from halfstep.training.telemetry.ceiling import recorded
+from halfstep.training.run.folder import Record, RunFacts
+from halfstep.training.run.resume import decide
 from halfstep.training.telemetry.events import EventsError
+from halfstep.training.telemetry.meters import recorded
 from tests.training.runs import (
     at_step,
     events_of,
@@ -71,7 +76,7 @@ def test_settings_that_were_edited_by_hand_are_refused(text, out, was, now, key)
     (place,) = [n for n, line in enumerate(lines) if line.startswith(was)]
     lines[place] = lines[place].replace(was, now, 1)
     path.write_text("\n".join(lines))
-    with pytest.raises(ConfigError, match=rf"step-000008` was saved with {key} = ") as caught:
+    with pytest.raises(ResumeError, match=rf"step-000008` was saved with {key} = ") as caught:
         resume(out)
     assert f"set it back in `{out / 'run.toml'}`" in caught.value.hint
 
@@ -112,7 +117,9 @@ def test_data_that_cannot_be_read_costs_no_step_that_was_taken(shards, tmp_path,
 def test_a_shard_that_is_cut_short_in_use_is_an_error_and_no_bus_error(shards, tmp_path):
     loop = start(shards, tmp_path / "run")
     at_step(loop, 4, lambda: os.truncate(shards / "a.bin", 2000))
-    with pytest.raises(DataError, match=r"a\.bin` was truncated while it was in use: it has 2000 bytes and had"):
+    with pytest.raises(
+        DamagedDataError, match=r"a\.bin` was truncated while it was in use: it has 2000 bytes and had"
+    ):
         loop.run()
     assert events_of(tmp_path / "run", "stop")[0]["saved"] >= 4
 
@@ -120,7 +127,7 @@ def test_a_shard_that_is_cut_short_in_use_is_an_error_and_no_bus_error(shards, t
 def test_what_is_read_of_a_cut_shard_is_refused_by_slices_too(shards):
     tokens = ShardedTokens([open_shard(shards / "a.bin")], 256)
     os.truncate(shards / "a.bin", 1100)
-    with pytest.raises(DataError, match="truncated"):
+    with pytest.raises(DamagedDataError):
         tokens[3000:3010]
 
 
@@ -159,7 +166,7 @@ def test_links_in_a_run_folder_lead_nowhere(text, tmp_path):
     precious.write_text("mine")
     (out / "lock").unlink()
     (out / "lock").symlink_to(precious)
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(RunFolderError):
         resume(out)
     assert precious.read_text() == "mine"
     (out / "run.toml.partial").symlink_to(precious)
@@ -305,7 +312,7 @@ def test_an_update_may_be_taken_in_other_pieces_of_the_same_sequences(text, tmp_
     interrupt_at(start(text, out), 6)
     settings = [f"training.batch={batch}", f"training.micro_batches={pieces}"]
     if refused:
-        with pytest.raises(ConfigError, match=r"training\.(batch|micro_batches) was"):
+        with pytest.raises(ResumeError, match=r"training\.(batch|micro_batches) was"):
             start(text, out, *settings, resume=True)
         return
     assert start(text, out, *settings, resume=True).run().finished
@@ -315,3 +322,30 @@ def test_an_update_may_be_taken_in_other_pieces_of_the_same_sequences(text, tmp_
         next(e["loss"] for e in reversed(events_of(run, "step")) if e["step"] == 5) for run in (out, plain)
     )
     assert abs(found - expected) <= (32 + math.sqrt(20 * 256)) * 2**-24 * expected
+
+
+FACTS = RunFacts(
+    Path("run"), RunConfig(), None, None, Record(has_ended=False, last_saved=None), None, is_writable=True
+)
+
+
+def test_how_a_run_resumes_is_decided_without_a_disk():
+    decision = decide(FACTS, None, ["training.steps=2000"])
+    assert (decision.config.training.steps, decision.written) == (2000, RunConfig())
+    assert len(decision.warnings) == 1  # it starts over
+    assert decide(replace(FACTS, record=Record(False, 8)), None, [], allow_older=True).config == RunConfig()
+
+
+@pytest.mark.parametrize(
+    ("facts", "overrides", "error", "named"),
+    [
+        ({}, ["model.width=64"], ResumeError, "model.width"),
+        ({"written": None}, [], RunFolderError, "run.toml"),
+        ({"is_writable": False}, [], RunFolderError, "run"),
+        ({"dangling": "/disk"}, [], RunFolderError, "/disk"),
+        ({"record": Record(False, 8)}, [], RunFolderError, "step 8"),
+    ],
+)
+def test_what_may_not_resume_is_refused_by_its_facts(facts, overrides, error, named):
+    with pytest.raises(error, match=named):
+        decide(replace(FACTS, **facts), None, overrides)

@@ -11,8 +11,8 @@ from halfstep.core.devices import Device
 from halfstep.core.formats import BF16, FP32
 from halfstep.core.policy import Policy
 from halfstep.tools import probe
-from halfstep.training.telemetry.ceiling import Ceiling
 from halfstep.training.telemetry.events import Events
+from halfstep.training.telemetry.meters import Ceiling
 
 
 class Backend:

@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 
 from halfstep.config.load import load, to_toml
-from halfstep.core.errors import ConfigError, HalfstepError
+from halfstep.core.errors import ConfigError, LoggerError, SettingValueError
 from halfstep.training.telemetry import loggers
 from halfstep.training.telemetry.events import Events, read_events
-from halfstep.training.telemetry.loggers import Board, curve_of, numbers_of
+from halfstep.training.telemetry.loggers import Board, curve_values, numbers_of
 from tests.training.runs import full, interrupt_at, raising, starter
 
 ROOT = Path(__file__).parents[3]
@@ -55,7 +55,7 @@ class Recorder:
         self.curves.append((step, time, values))
         self._break(step)
 
-    def rolled_back(self, step):
+    def roll_back(self, step):
         self.calls.append(("back", step))
 
     def close(self, totals, *, failed):
@@ -90,7 +90,7 @@ def test_a_logger_gets_the_numbers_of_the_events(start, events, planted):
     opened = planted(recorder)
     start("tensorboard").run()
     curves = [e for e in events() if e["event"] in ("step", "validation", "checkpoint")]
-    assert recorder.curves == [(e["step"], e["time"], curve_of(e)) for e in curves]
+    assert recorder.curves == [(e["step"], e["time"], curve_values(e)) for e in curves]
     assert recorder.curves[0][2]["train/loss"] == curves[0]["loss"]
     assert {name for _, _, values in recorder.curves for name in values} > {
         "train/input_wait", "validation/bits_per_byte", "checkpoint/waited",
@@ -104,10 +104,10 @@ def test_a_logger_gets_the_numbers_of_the_events(start, events, planted):
 def test_numbers_are_named_by_what_they_are_of():
     event = {"event": "step", "time": 5.0, "step": 3, "loss": math.nan, "mfu": None, "tokens": 7, "flag": True,
              "note": "x"}  # fmt: skip
-    found = curve_of(event)
+    found = curve_values(event)
     assert list(found) == ["train/loss", "train/tokens"]
     assert math.isnan(found["train/loss"])
-    assert curve_of({"event": "warning", "message": "no", "time": 1.0}) == {}
+    assert curve_values({"event": "warning", "message": "no", "time": 1.0}) == {}
     assert numbers_of({"event": "end", "spent": {"wall": 2, "input": 1.0}, "mfu": 0.5}) == {
         "spent_wall": 2.0, "spent_input": 1.0, "mfu": 0.5,
     }  # fmt: skip
@@ -130,7 +130,7 @@ def test_a_logger_that_fails_is_dropped_with_one_warning(start, events, planted,
 
 def test_a_new_run_refuses_a_logger_that_cannot_start(start, events, monkeypatch):
     monkeypatch.setattr(loggers, "_open", raising(OSError("no route to host")))
-    with pytest.raises(HalfstepError, match="`tensorboard` cannot start: OSError: no route to host"):
+    with pytest.raises(LoggerError, match="`tensorboard` cannot start: OSError: no route to host"):
         start("tensorboard").run()
 
 
@@ -165,7 +165,7 @@ def test_loggers_learn_of_a_rollback(tmp_path):
     board = Board((), tmp_path, None, warn=pytest.fail)
     board.loggers["one"] = recorder
     with Events(tmp_path / "events.jsonl") as events:
-        events.listener = board.take
+        events.listener = board.log_event
         events.write("rollback", step=9, to=4, skipped_data=5, message="back")
     assert recorder.calls == [("back", 4)]
 
@@ -203,7 +203,7 @@ def test_a_logger_that_cannot_start_leaves_the_others_alone(tmp_path, monkeypatc
     board = Board(("tensorboard", "wandb"), tmp_path, 4, warn=warned.append).__enter__()
     assert (list(board.loggers), there.calls, len(warned)) == (["tensorboard"], [], 1)
     board = Board(("tensorboard", "wandb"), tmp_path, None, warn=warned.append)
-    with pytest.raises(HalfstepError, match="`wandb` cannot start"):
+    with pytest.raises(LoggerError, match="`wandb` cannot start"):
         board.__enter__()  # a new run is refused, and closes what it opened
     assert there.calls == [("close", True, {})]
 
@@ -221,7 +221,7 @@ def test_a_missing_package_is_refused_before_the_run_begins(start, tmp_path, nam
     (tmp_path / name).mkdir()  # as W&B leaves one behind, and Python takes it for a package
     empty = type("Spec", (), {"origin": None})()
     monkeypatch.setattr(loggers, "find_spec", lambda asked: empty if leftover else None)
-    with pytest.raises(ConfigError, match=f"the package `{name}` is not installed") as caught:
+    with pytest.raises(SettingValueError, match=f"the package `{name}` is not installed") as caught:
         start(name)
     assert f"run: pip install '.[{name}]', or" in caught.value.hint
     assert not (tmp_path / "run").exists()

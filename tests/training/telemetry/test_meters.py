@@ -6,11 +6,17 @@ import itertools
 import pytest
 
 from halfstep.config.load import load
-from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP32
-from halfstep.training.telemetry.ceiling import UNMEASURED, Ceiling, in_flops, recorded
-from halfstep.training.telemetry.events import Events, read_events
-from halfstep.training.telemetry.meters import Meters, Watch, describe_totals
+from halfstep.training.telemetry.events import Events, EventsError, read_events
+from halfstep.training.telemetry.meters import (
+    UNMEASURED,
+    Ceiling,
+    Meters,
+    Watch,
+    describe_totals,
+    format_flops,
+    recorded,
+)
 from tests.training.runs import SMALL, before_step, starter, stop
 
 BASE = ["training.micro_batches=2", "training.steps=6", "training.validate_every=3", "training.save_every=2"]
@@ -67,7 +73,7 @@ def slow(clock, waits):
 def steps(found, clock, waits, seconds):
     """Takes steps: each waits for its batch, then computes for so long."""
     read = []
-    for wait, taken in zip(found.fed(slow(clock, waits)), seconds, strict=True):
+    for wait, taken in zip(found.timed_batches(slow(clock, waits)), seconds, strict=True):
         clock.now += taken
         found.watch.seconds += wait + taken
         read.append(found.read("result", 2.0))
@@ -83,8 +89,8 @@ def test_waits_for_input_are_in_their_step_and_what_was_lost_in_the_totals(clock
     # Unknown: all of the wait; a short pause of the device: that; a long one, after an evaluation: the wait.
     assert found.totals()["spent"]["input"] == 0.5 + 0.125 + 0.5
     found = meters(clock)
-    fed = found.fed(slow(clock, [5.0, 5.0]))
-    next(fed), next(fed)  # launched, and never read: the run goes back
+    batches = found.timed_batches(slow(clock, [5.0, 5.0]))
+    next(batches), next(batches)  # launched, and never read: the run goes back
     assert [t["input_wait"] for t in steps(found, clock, [0.25], [1])] == [0.25]
 
 
@@ -170,7 +176,7 @@ def test_the_line_shows_share_ceiling_and_losses():
     [(2.5e15, "2.5 PFLOP/s"), (745.3e12, "745 TFLOP/s"), (6.2e10, "62 GFLOP/s"), (5e6, "5 MFLOP/s")],
 )
 def test_flops_have_a_unit(number, text):
-    assert in_flops(number) == text
+    assert format_flops(number) == text
 
 
 def test_a_recorded_ceiling_is_of_the_same_device_and_format_and_the_newest(tmp_path):
@@ -186,7 +192,7 @@ def test_a_recorded_ceiling_is_of_the_same_device_and_format_and_the_newest(tmp_
     assert recorded(path, "one", BF16) is None  # the precision was changed
     assert recorded(path, "third", FP32) is None
     assert recorded(tmp_path / "none", "one", FP32) is None  # checkpoints that were moved without their record
-    with pytest.raises(HalfstepError, match="cannot be read"):
+    with pytest.raises(EventsError, match="cannot be read"):
         recorded(tmp_path, "one", FP32)
 
 

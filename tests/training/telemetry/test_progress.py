@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from halfstep.training.telemetry.progress import BytesProgress, StepProgress, in_bytes, wrapped
+from halfstep.training.telemetry.progress import BytesProgress, StepProgress, format_bytes, wrap_line
 
 
 class Terminal(io.StringIO):
@@ -120,7 +120,7 @@ def test_bars_and_notes_fit_80_columns(monkeypatch):
     [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (1.5 * 2**30, "1.5 GiB"), (2.0**63, "8192.0 PiB")],
 )
 def test_bytes_in_words(number, text):
-    assert in_bytes(number) == text
+    assert format_bytes(number) == text
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a file that is always full")
@@ -187,6 +187,6 @@ def test_a_terminal_without_a_size_has_80_columns(monkeypatch):
     ours, theirs = pty.openpty()
     try:
         with open(theirs, "w") as stream:
-            assert wrapped("word " * 16 + "more", stream) == " ".join(["word"] * 16) + "\nmore"
+            assert wrap_line("word " * 16 + "more", stream) == " ".join(["word"] * 16) + "\nmore"
     finally:
         os.close(ours)

@@ -21,7 +21,14 @@ from halfstep.training.checkpoints import checkpoint
 from halfstep.training.loop import Loop
 from halfstep.training.telemetry.events import read_events
 from halfstep.training.weights import artifact
-from halfstep.training.weights.artifact import ArtifactError, decode, encode, masters, quantize
+from halfstep.training.weights.artifact import (
+    ArtifactError,
+    DamagedArtifactError,
+    decode,
+    encode,
+    masters,
+    quantize,
+)
 from tests.training.runs import raising
 
 MODEL = replace(
@@ -85,13 +92,13 @@ def test_rows_have_scales_of_their_own_and_the_same_weights_are_the_same_bytes()
 def test_every_region_of_the_file_is_guarded(place):
     damaged = bytearray(DATA)
     damaged[place] ^= 0x10
-    with pytest.raises(ArtifactError):
+    with pytest.raises(DamagedArtifactError):
         decode(bytes(damaged))
 
 
 @pytest.mark.parametrize("size", [0, 6, 20, 47, 100, len(DATA) - 1])
 def test_a_truncated_file_is_refused(size):
-    with pytest.raises(ArtifactError):
+    with pytest.raises(DamagedArtifactError):
         decode(DATA[:size])
 
 

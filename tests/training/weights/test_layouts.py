@@ -14,6 +14,7 @@ from halfstep.config.weights import initial_weights
 from halfstep.core.errors import HalfstepError
 from halfstep.training.weights import layouts
 from halfstep.training.weights.pretrained import open_pretrained
+from halfstep.training.weights.safetensors import WeightsFitError
 
 LAYERS, VOCABULARY = 2, 128
 SIZES = [f"vocabulary={VOCABULARY}", "context=16", f"layers={LAYERS}", "width=32", "heads=4"]
@@ -63,7 +64,7 @@ def test_every_parameter_is_found_whatever_the_prefix_and_in_a_single_file(tmp_p
     assert any("no config.json describes it" in note and "unchecked" in note for note in found.notes)
     assert found.digest == hashlib.sha256(path.read_bytes()).hexdigest()
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "n_head": 8}))  # one next to it is believed
-    with pytest.raises(HalfstepError, match=r"model\.heads is 8 there and 4 here"):
+    with pytest.raises(WeightsFitError, match=r"model\.heads is 8 there and 4 here"):
         open_pretrained(str(path), TINY)
 
 
@@ -148,20 +149,19 @@ FAULTS = {
 def test_tensors_that_do_not_fit_are_refused_by_name(change, said, tmp_path):
     tensors = tensors_of()
     change(tensors)
-    with pytest.raises(HalfstepError, match=said) as caught:
+    with pytest.raises(HalfstepError, match=said):
         weights_at(write(tmp_path, tensors))
-    assert caught.value.hint
 
 
 def test_shapes_alone_name_the_settings_too(tmp_path):
     write(tmp_path, config=None)
-    with pytest.raises(HalfstepError, match="does not fit") as caught:
+    with pytest.raises(WeightsFitError) as caught:
         open_pretrained(str(tmp_path), load("gpt2").model)
     asked = caught.value.hint.removeprefix("use --set model.").split(" --set model.")
     # Of heads a file says nothing; the recipe's 12 do not divide 32, so that one setting is the user's to add.
     fitted = load("gpt2", [*(f"model.{setting}" for setting in [*asked, "heads=4", "vocabulary=128"])]).model
     open_pretrained(str(tmp_path), fitted)
-    with pytest.raises(HalfstepError, match="does not fit") as caught:
+    with pytest.raises(WeightsFitError) as caught:
         open_pretrained(str(tmp_path), load("tiny").model)
     assert caught.value.hint.startswith(
         f"begin with the recipe, `halfstep train gpt2 --init {tmp_path}`, or use --set"
@@ -269,7 +269,7 @@ def test_other_weights_than_the_digest_names_are_refused_and_a_head_rotated_whol
     write(tmp_path)
     found = open_pretrained(str(tmp_path), TINY).digest
     assert open_pretrained(str(tmp_path), TINY, found.upper()).digest == found
-    with pytest.raises(HalfstepError, match=f"has the SHA-256 {found}, and init_digest is 00") as caught:
+    with pytest.raises(WeightsFitError, match=f"has the SHA-256 {found}, and init_digest is 00") as caught:
         open_pretrained(str(tmp_path), TINY, "0" * 64)
     assert "--set init_digest=" in caught.value.hint
     whole = {"rope_parameters": {**QWEN3.get("rope_parameters", {}), "partial_rotary_factor": 1.0}}
@@ -305,5 +305,5 @@ def test_what_is_laid_out_is_read_back_bit_for_bit(tmp_path, layout, model):
      ({"embedding_norm": True}, "embedding_norm = true"), ({"norm_gain": False}, "norm_gain = false")],
 )  # fmt: skip
 def test_a_model_that_transformers_has_no_name_for_is_refused(change, said):
-    with pytest.raises(HalfstepError, match=f"has no Hugging Face layout: .*{said}"):
+    with pytest.raises(WeightsFitError, match=f"has no Hugging Face layout: .*{said}"):
         layouts.hugging_face(replace(TINY, **change))

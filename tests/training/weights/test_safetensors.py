@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from halfstep.training.weights.safetensors import WeightsError, digest, open_file, open_folder
+from halfstep.training.weights.safetensors import (
+    WeightsError,
+    WeightsFileError,
+    WeightsFitError,
+    digest,
+    open_file,
+    open_folder,
+)
 
 NUMBERS = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
 
@@ -46,9 +53,8 @@ def test_tensors_are_read_and_compared_and_what_would_be_rounded_is_refused(tmp_
     found = open_file(tmp_path / "a.safetensors")
     assert [found["a"].equals(found[name]) for name in "bcde"] == [True, False, False, False]
     save_file({"a": np.zeros(3)}, tmp_path / "a.safetensors")
-    with pytest.raises(WeightsError, match=r"`a` in .* is held in F64") as caught:
+    with pytest.raises(WeightsFitError, match=r"`a` in .* is held in F64"):
         open_file(tmp_path / "a.safetensors")["a"].check_format()
-    assert "float32 or bfloat16" in caught.value.hint
 
 
 def test_the_digest_is_that_of_sha256sum(tmp_path):
@@ -77,9 +83,8 @@ def test_a_tensor_in_two_files_is_refused_whichever_the_index_names(named, tmp_p
     save_file({"x": NUMBERS, "z": NUMBERS}, tmp_path / "a.safetensors")
     save_file({"x": -NUMBERS, "y": NUMBERS}, tmp_path / "b.safetensors")
     save_index(tmp_path, {"z": "a.safetensors", "y": "b.safetensors", **({"x": named} if named else {})})
-    with pytest.raises(WeightsError, match=r"`x` is in `a\.safetensors` and in `b\.safetensors` of") as caught:
+    with pytest.raises(WeightsFileError, match=r"`x` is in `a\.safetensors` and in `b\.safetensors` of"):
         open_folder(tmp_path)
-    assert "not of one model" in caught.value.hint
 
 
 def saved(path, name="model.safetensors"):
@@ -167,6 +172,6 @@ def test_what_cannot_be_read_is_refused_with_the_remedy(make, said, hint, tmp_pa
 def test_a_pickle_is_refused_by_its_name(suffix, tmp_path):
     path = tmp_path / f"model.{suffix}"
     path.write_bytes(b"\x80\x04")
-    with pytest.raises(WeightsError, match="is a pickle, which runs code when it is loaded") as caught:
+    with pytest.raises(WeightsFileError) as caught:
         open_file(path)
     assert "save_pretrained" in caught.value.hint

@@ -1,1 +1,1 @@
-"""One module per rule, in folders by the first digit of its id; `halfstep.core.audit.engine` finds them."""
+"""The rules of the audit, one file per family; `halfstep.core.audit.engine` checks records against them."""

@@ -27,7 +27,7 @@ from halfstep.config.schema import Count
 from halfstep.training.data.pack.sources import SourceFile
 from halfstep.training.data.text import end_of_piece
 from halfstep.training.data.tokenizer_base import import_optional
-from halfstep.training.data.types import DataError
+from halfstep.training.data.types import DataContentError, DataError
 
 BLOCK = 1 << 20
 LONG = 1 << 20
@@ -141,7 +141,7 @@ def _rows(file: SourceFile, start: Position, before: int, field: str) -> Iterato
         texts: list[str | None] = []
         size, row = 0, start.offset
         for column in _columns(groups, start.offset):
-            for text in _texts_of(file.path, column, row):
+            for text in _read_texts(file.path, column, row):
                 texts.append(text)
                 size, row = size + len(text or ""), row + 1
                 if size >= BLOCK or row == total:
@@ -188,7 +188,7 @@ def _columns(groups: list[RowGroup], first: int) -> Iterator[Any]:
             row += len(column)
 
 
-def _texts_of(path: Path, rows: Any, first: int) -> Iterator[str | None]:
+def _read_texts(path: Path, rows: Any, first: int) -> Iterator[str | None]:
     """Yields the texts of some rows, validated: a damaged file may hold wrong offsets or invalid UTF-8.
 
     One by one: rows of a dictionary may be the same long text a thousand times.
@@ -198,28 +198,30 @@ def _texts_of(path: Path, rows: Any, first: int) -> Iterator[str | None]:
         for number, row in enumerate(rows, first):
             value = getattr(row, "value", row)  # of a dictionary
             if value.is_valid and value.as_buffer().size > MOST_LINE:
-                raise _too_long(f"`{path}`, row {number}")
+                raise _too_long_error(f"`{path}`, row {number}")
             yield cast("str | None", value.as_py())
     except ValueError as error:  # includes ArrowInvalid
         where = f"`{path}`, rows {first} to {first + len(rows) - 1}"
-        raise DataError(f"{where}: {error}", hint="download or write it again") from None
+        raise DataContentError(f"{where}: {error}", hint="download or write it again") from None
 
 
 def _check_column(path: Path, schema: Any, field: str, arrow: Any) -> None:
     if field not in schema.names:
-        raise missing_field(f"`{path}`", field, schema.names)
+        raise missing_field_error(f"`{path}`", field, schema.names)
     kind = schema.field(field).type
     inner = kind.value_type if arrow.types.is_dictionary(kind) else kind
     if not (
         arrow.types.is_string(inner) or arrow.types.is_large_string(inner) or arrow.types.is_string_view(inner)
     ):
-        raise DataError(f"`{path}`: column `{field}` is {kind}, not text", hint="choose another with --field")
+        raise DataContentError(
+            f"`{path}`: column `{field}` is {kind}, not text", hint="choose another with --field"
+        )
 
 
-def missing_field(where: str, field: str, names: Sequence[str]) -> DataError:
+def missing_field_error(where: str, field: str, names: Sequence[str]) -> DataError:
     """Returns the error for a record without the requested field."""
     shown = ", ".join(f"`{name}`" for name in list(names)[:10]) or "none"
-    return DataError(
+    return DataContentError(
         f"{where}: there is no field `{field}`; the fields are {shown}",
         hint="name the text field with --field (data pack), or rename it",
     )
@@ -253,12 +255,12 @@ def _decompressed(raw: IO[bytes], path: Path) -> IO[bytes]:
 def _rest_of_line(opened: IO[bytes], where: str) -> bytes:
     rest = opened.readline(MOST_LINE)
     if len(rest) == MOST_LINE and not rest.endswith(NEWLINE):
-        raise _too_long(where)
+        raise _too_long_error(where)
     return rest
 
 
-def _too_long(where: str) -> DataError:
-    return DataError(
+def _too_long_error(where: str) -> DataError:
+    return DataContentError(
         f"{where} is longer than {MOST_LINE >> 20} MiB: it is one document, read as a whole",
         hint="split it into several, or name a file of plain text, which may be of any size",
     )
@@ -279,7 +281,9 @@ def _named_errors(path: Path, damage: type[Exception] = EOFError) -> Iterator[No
     except (EOFError, zlib.error, OSError, damage) as error:
         # An OSError without a number is not the system's: gzip and pyarrow raise it for a broken stream.
         if isinstance(error, OSError) and error.errno is not None:
-            raise DataError(f"cannot read `{path}`: {error.strerror}", hint="check its permissions") from None
-        raise DataError(
+            raise DataContentError(
+                f"cannot read `{path}`: {error.strerror}", hint="check its permissions"
+            ) from None
+        raise DataContentError(
             f"`{path}` is damaged, or not what its name says: {error}", hint="download or write it again"
         ) from None

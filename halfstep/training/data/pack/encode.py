@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 
 from halfstep.config.reading import parse_json
 from halfstep.training.data.corpus import hash_share
-from halfstep.training.data.pack.blocks import Block, missing_field
+from halfstep.training.data.pack.blocks import Block, missing_field_error
 from halfstep.training.data.text import cut
 from halfstep.training.data.tokenizer_base import Tokenizer, TokenizerIdentity
 from halfstep.training.data.tokenizers import open_saved
-from halfstep.training.data.types import DataError, TokenArray
+from halfstep.training.data.types import DataContentError, DataError, PackingError, TokenArray
 
 SIDES = ("train", "val")
 SHORT = 1024
@@ -138,11 +138,11 @@ def _lines(block: Block, field: str, skipped: Counter[str]) -> Iterator[tuple[st
         except UnicodeDecodeError as error:
             raise _not_utf8(f"{where}, byte {error.start} of the line") from None
         except ValueError as error:
-            raise DataError(f"{where} is not JSON: {error}", hint=_FIX_LINE) from None
+            raise DataContentError(f"{where} is not JSON: {error}", hint=_FIX_LINE) from None
         if not isinstance(record, dict):
-            raise DataError(f"{where} is not a JSON object", hint='a line must look like {"text": ...}')
+            raise DataContentError(f"{where} is not a JSON object", hint='a line must look like {"text": ...}')
         if field not in record:
-            raise missing_field(where, field, list(record))
+            raise missing_field_error(where, field, list(record))
         yield _as_text(record[field], where, field)
 
 
@@ -153,14 +153,14 @@ def _rows(block: Block, field: str, skipped: Counter[str]) -> Iterator[tuple[str
 
 def _as_text(value: object, where: str, field: str) -> tuple[str, bytes]:
     if not isinstance(value, str):
-        raise DataError(
+        raise DataContentError(
             f"{where}: `{field}` is {'null' if value is None else type(value).__name__}, not text",
             hint="fix or remove it, or choose another --field",
         )
     try:
         return value, value.encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
-        raise DataError(
+        raise DataContentError(
             f"{where}: character {error.start} of `{field}` is half of a surrogate pair, which UTF-8 cannot hold",
             hint=_FIX_LINE,
         ) from None
@@ -170,7 +170,7 @@ def _runs(block: Block, validation: float) -> Iterator[SidedText]:
     assert isinstance(block.payload, bytes)
     at = block.payload.find(b"\0")
     if at >= 0:
-        raise DataError(
+        raise DataContentError(
             f"`{block.name}` is not text: byte {block.at + at} is NUL",
             hint="name a text file, *.jsonl or *.parquet",
         )
@@ -189,7 +189,7 @@ def _runs(block: Block, validation: float) -> Iterator[SidedText]:
 
 
 def _not_utf8(where: str) -> DataError:
-    return DataError(f"{where}: not UTF-8", hint="convert the file to UTF-8, for example with iconv")
+    return DataContentError(f"{where}: not UTF-8", hint="convert the file to UTF-8, for example with iconv")
 
 
 # --- in worker processes ------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def encoded_blocks(
         while window:
             yield window[0][0], window.popleft()[1].result()
     except BrokenProcessPool:
-        raise DataError(
+        raise PackingError(
             "a packing worker died, perhaps because memory ran out",
             hint="lower --workers; the same command resumes the packing",
         ) from None

@@ -6,8 +6,8 @@
 The result depends only on the text, the tokenizer and the request. A worker that is ahead waits in a window of a
 few blocks, which bounds the memory. Every few seconds, and after each block that fills a shard, `packing.json` is
 replaced by one that says what is finished and where reading continues; the same command resumes from there. A
-folder that holds a different packing is refused: nobody would notice two mixed ones. In a finished one, lost files
-are restored (repair.py). A packing that is refused, or that wrote no token, leaves the folder as it was.
+folder that holds a different packing is refused: nobody would notice two mixed ones. So is a finished one that has
+lost a file. A packing that is refused, or that wrote no token, leaves the folder as it was.
 """
 
 import dataclasses
@@ -37,19 +37,18 @@ from halfstep.training.data.index import (
     is_marked,
     is_packed,
     read_index,
+    read_verified,
     sealed,
-    unsealed,
     write_index,
 )
 from halfstep.training.data.pack.blocks import Block, Position, blocks
 from halfstep.training.data.pack.encode import SIDES, Encoded, Encoder, encoded_blocks
-from halfstep.training.data.pack.repair import find_lost_shards, repair_shards, repair_tables
 from halfstep.training.data.pack.sources import Source
 from halfstep.training.data.pack.writer import ShardWriter, SideState
-from halfstep.training.data.packed import check_names
+from halfstep.training.data.packed import open_shards, read_token_bytes
 from halfstep.training.data.text import STDLIB
 from halfstep.training.data.tokenizer_base import Tokenizer, TokenizerIdentity
-from halfstep.training.data.types import DataError
+from halfstep.training.data.types import DamagedDataError, DataContentError, DataError, HeldOutError, PackingError
 from halfstep.training.data.walk import describe_skipped
 from halfstep.training.files import PARTIAL, RunLock, make_folder, os_errors, write_whole
 from halfstep.training.paths import LOCK
@@ -75,7 +74,7 @@ class PackRequest:
         if not isinstance(self.validation, Source):
             check_share(self.validation)
         if not 1 <= self.shard_tokens <= MOST_TOKENS:
-            raise DataError(f"--shard-tokens is {self.shard_tokens}; it must be from 1 to {MOST_TOKENS}")
+            raise PackingError(f"--shard-tokens is {self.shard_tokens}; it must be from 1 to {MOST_TOKENS}")
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class State:
-    """How far a packing is, as packing.json holds it."""
+    """How far a packing has come, as packing.json holds it."""
 
     plan: Plan
     sides: Mapping[str, SideState]
@@ -99,14 +98,14 @@ class State:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether it wrote any."""
+        """Whether the packing has written any tokens."""
         return any(side.shards or side.tokens for side in self.sides.values())
 
 
 def check_share(validation: float) -> None:
     """Refuses an invalid share of documents to hold out."""
     if not 0 <= validation <= 0.5:
-        raise DataError(
+        raise PackingError(
             f"--validation is {validation}; it must be a share of the documents from 0 to 0.5, or a path"
         )
 
@@ -120,7 +119,7 @@ def pack(
     workers: int,
     meter: Meter | None = None,
 ) -> Index:
-    """Packs sources into a folder, or resumes or repairs a packing there; 0 workers encode in this process.
+    """Packs sources into a folder, or resumes a packing there; 0 workers encode in this process.
 
     `skipped` of the returned index also counts what is not a file of the sources; the index on disk does not.
     """
@@ -132,13 +131,9 @@ def pack(
     lock = RunLock(out)
     hint = "free some space or check the disk; the same command resumes the packing"
     try:
-        with os_errors(DataError, f"packing into `{out}` stopped", hint):
+        with os_errors(PackingError, f"packing into `{out}` stopped", hint):
             packing = _Packing(sources, out, tokenizer, request, workers, meter)
-            index = packing.finished_index()
-            if index is None:
-                index = packing.run()
-            else:
-                packing.repair(index)
+            index = packing.finished_index() or packing.run()
             return dataclasses.replace(index, skipped={**index.skipped, **packing.not_files})
     finally:
         if not is_marked(out):  # nothing was kept
@@ -177,15 +172,10 @@ class _Packing:
             return None
         index = read_index(self.out)
         _check_same(self.out, Plan(index.tokenizer, index.packing), self.plan)
+        open_shards(self.out, index)
+        read_token_bytes(self.out, index)
         (self.out / STATE).unlink(missing_ok=True)  # killed between writing the index and this
         return index
-
-    def repair(self, index: Index) -> None:
-        """Restores what a finished packing has lost; reads the sources only if a shard is lost."""
-        check_names(self.out, index)
-        repair_tables(self.out, index, self.tokenizer)
-        if lost := find_lost_shards(self.out, index):
-            repair_shards(self.out, index, lost, self._encode_again())
 
     def run(self) -> Index:
         """Packs what is left."""
@@ -218,13 +208,6 @@ class _Packing:
     def _encode(self, start: Position) -> Iterator[tuple[Block, Encoded]]:
         todo = blocks(self.files, start, self.request.field)
         return encoded_blocks(todo, self.encoder, self.out, self.workers)
-
-    def _encode_again(self) -> Iterator[Encoded]:
-        tokens = 0
-        for block, encoded in self._encode(Position()):
-            yield encoded
-            tokens += sum(len(part.tokens) for part in encoded.sides.values())
-            self._show_progress(block.done, tokens)
 
     def _show_progress(self, done: int, tokens: int) -> None:
         if self.meter is not None:
@@ -284,7 +267,7 @@ class _Packing:
         for file in self.files:
             size = file.path.stat().st_size
             if size != file.size:
-                raise DataError(
+                raise PackingError(
                     f"`{file.path}` changed while it was packed: it had {file.size} bytes and now has {size}",
                     hint="pack again when nothing writes to the sources, into another folder or after removing "
                     f"`{self.out}`",
@@ -298,14 +281,14 @@ class _Packing:
         _discard(self.out, self.plan)
         if not train and not val:
             skipped = ", ".join(describe_skipped(self.skipped + self.not_files)) or "nothing"
-            raise DataError(f"the sources hold no text (skipped: {skipped})", hint="choose other sources")
+            raise DataContentError(f"the sources hold no text (skipped: {skipped})", hint="choose other sources")
         if isinstance(held_out := self.request.validation, Source):
             empty = "the sources hold" if val else f"`{held_out.given}`, which is to be held out, holds"
-            raise DataError(f"{empty} no text", hint="choose others; nothing was kept")
+            raise HeldOutError(f"{empty} no text", hint="choose others; nothing was kept")
         fallen = "all documents fall" if val else "no document falls"
         between = share_between(*self.shares)
         more = "provide more text" if between is None else f"`--validation {between}` leaves text on both sides"
-        raise DataError(
+        raise HeldOutError(
             f"{fallen} into the held-out share of {held_out}",
             hint=f"{more}, or use `--validation 0` to hold out the last tokens instead; nothing was kept",
         )
@@ -351,11 +334,11 @@ def share_between(smallest: float, largest: float) -> str | None:
 
 
 def _read_state(out: Path) -> State:
-    state = unsealed(out / STATE, State)
+    state = read_verified(out / STATE, State)
     for name in [record.name for side in state.sides.values() for record in side.shards]:
         check_name(name, out / STATE)
     if set(state.sides) != set(SIDES):
-        raise DataError(
+        raise DamagedDataError(
             f"`{out / STATE}` has other sides than {one_of(SIDES)}", hint="remove the folder and pack again"
         )
     return state
@@ -363,7 +346,7 @@ def _read_state(out: Path) -> State:
 
 def _create(out: Path) -> list[Path]:
     """Creates the folder; returns the paths that only this packing creates, innermost first, with its lock."""
-    with os_errors(DataError, f"cannot write to `{out}`", "choose another folder with --out"):
+    with os_errors(PackingError, f"cannot write to `{out}`", "choose another folder with --out"):
         created = [path for path in (out / LOCK, out, *out.parents) if not path.exists()]
         make_folder(out)
         return created
@@ -381,7 +364,7 @@ def _check_outside(sources: Sequence[Source], out: Path) -> None:
     for source in sources:
         folder = Path(source.given).expanduser()
         if source.given != STDLIB and folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
-            raise DataError(
+            raise PackingError(
                 f"`{out}` is inside the source `{source.given}`", hint="choose a folder outside of it with --out"
             )
 
@@ -398,7 +381,7 @@ def _discard(out: Path, plan: Plan) -> None:
 def _check_empty(out: Path) -> None:
     others = sorted(path.name for path in out.iterdir() if path.name not in (LOCK, STATE + PARTIAL))
     if others:
-        raise DataError(
+        raise PackingError(
             f"`{out}` holds other files, such as `{others[0]}`", hint="choose an empty or new folder with --out"
         )
 
@@ -406,7 +389,7 @@ def _check_empty(out: Path) -> None:
 def _check_same(out: Path, before: Plan, now: Plan) -> None:
     for what, was, is_now in _compared(before, now):
         if was != is_now:
-            raise DataError(
+            raise PackingError(
                 f"`{out}` holds a different packing: {what} was {was} and is now {is_now}",
                 hint="choose another folder with --out, or repeat the earlier request to resume it",
             )

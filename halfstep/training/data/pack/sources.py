@@ -22,11 +22,18 @@ from pathlib import Path
 
 from halfstep.config.reading import MOST_TABLE, open_regular, parse_json, read_bytes
 from halfstep.core.errors import did_you_mean
-from halfstep.training.data.file_kinds import FileKind, has_splits, is_dataset, kind_of
 from halfstep.training.data.index import is_packed
 from halfstep.training.data.text import STDLIB, library_paths
-from halfstep.training.data.types import DataError
-from halfstep.training.data.walk import describe_skipped, select_files, walk
+from halfstep.training.data.types import DataContentError, DataError, DataNotFoundError, HeldOutError, PackingError
+from halfstep.training.data.walk import (
+    FileKind,
+    describe_skipped,
+    has_splits,
+    is_dataset,
+    kind_of,
+    select_files,
+    walk,
+)
 from halfstep.training.files import os_errors
 
 PAGE = 4096
@@ -81,12 +88,12 @@ def find_sides(
     try:
         (found,) = find_sources([validation], only)
     except DataError as error:
-        raise DataError(
+        raise HeldOutError(
             f"--validation is neither a share, such as 0.01, nor a text: {error.message}", hint=error.hint
         ) from None
     _check_used([*sources, found], only, field)
-    if both := _named_twice([*sources, found]):
-        raise DataError(
+    if both := _find_duplicate([*sources, found]):
+        raise HeldOutError(
             f"`{both[0]}` is to be held out, but source `{both[1]}` holds it too",
             hint="hold out a text that the sources do not hold (move it elsewhere), or a share, such as 0.01",
         )
@@ -94,39 +101,41 @@ def find_sides(
 
 
 def _check_used(sources: Sequence[Source], only: str | None, field: str) -> None:
-    """Refuses options that no source has a use for."""
+    """Refuses options that apply to none of the sources."""
     files = [file for source in sources for file in source.files]
     if only is not None and all(file.named for file in files):
-        raise DataError("--only selects files in folders, and no source is a folder", hint="omit it")
+        raise PackingError("--only selects files in folders, and no source is a folder", hint="omit it")
     if field != FIELD and all(file.kind == "text" for file in files):
-        raise DataError("--field names where records hold their text, and no source holds records", hint="omit it")
+        raise PackingError(
+            "--field names where records hold their text, and no source holds records", hint="omit it"
+        )
 
 
 def find_sources(given: Sequence[str], only: str | None = None) -> list[Source]:
     """Finds the files that the sources name; in folders, only files that match the pattern `only`."""
     if not given:
-        raise DataError("no source is given", hint="name text files, folders, *.jsonl or *.parquet")
+        raise PackingError("no source is given", hint="name text files, folders, *.jsonl or *.parquet")
     sources = [_find(each, only) for each in given]
     for source in sources:
         if not source.files:
             matching = f" that matches --only `{only}`" if only else ""
             skipped = f" (skipped: {', '.join(describe_skipped(source.skipped))})" if source.skipped else ""
-            raise DataError(
+            raise DataNotFoundError(
                 f"source `{source.given}` holds no file{matching}{skipped}",
                 hint="change --only, or omit it" if only else "choose another source",
             )
         if not source.num_bytes:
-            raise DataError(f"source `{source.given}` is empty", hint="provide a source with text in it")
-    if twice := _named_twice(sources):
-        raise DataError(
+            raise DataNotFoundError(f"source `{source.given}` is empty", hint="provide a source with text in it")
+    if twice := _find_duplicate(sources):
+        raise PackingError(
             f"`{twice[0]}` is named twice: by source `{twice[1]}` and by source `{twice[2]}`",
             hint="name each file once",
         )
     return sources
 
 
-def _named_twice(sources: Sequence[Source]) -> tuple[Path, str, str] | None:
-    """Returns a file that two sources name, and both: its text would count twice."""
+def _find_duplicate(sources: Sequence[Source]) -> tuple[Path, str, str] | None:
+    """Returns a file that two sources name, and those sources: its text would count twice."""
     known: dict[str, str] = {}
     for source in sources if len(sources) > 1 else ():
         places = {os.path.realpath(file.path): file.path for file in source.files}
@@ -150,7 +159,9 @@ def _find(given: str, only: str | None) -> Source:
     if not matched:
         neighbors = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         otherwise = "name a text file, a folder, *.jsonl, *.parquet, or `stdlib`"
-        raise DataError(f"source `{given}` does not exist", hint=did_you_mean(path.name, neighbors, otherwise))
+        raise DataNotFoundError(
+            f"source `{given}` does not exist", hint=did_you_mean(path.name, neighbors, otherwise)
+        )
     selected = select_files(matched, path)
     return Source(given, tuple(_named_file(each) for each in selected.files), selected.skipped)
 
@@ -158,14 +169,16 @@ def _find(given: str, only: str | None) -> Source:
 def _find_in_folder(given: str, folder: Path, only: str | None) -> Source:
     if has_splits(folder):
         splits = sorted(entry.name for entry in folder.iterdir() if (entry / "state.json").is_file())
-        raise DataError(
+        raise DataContentError(
             f"`{folder}` is a Hugging Face dataset with several splits: {', '.join(splits) or 'none'}",
             hint=f"name one, such as `{folder / (splits[0] if splits else 'train')}`",
         )
     if is_dataset(folder):
         return Source(given, _saved_dataset(folder))
     if is_packed(folder):
-        raise DataError(f"`{folder}` holds token shards, which are packed already", hint="name the text itself")
+        raise DataContentError(
+            f"`{folder}` holds token shards, which are packed already", hint="name the text itself"
+        )
     walked = walk(folder)
     return Source(given, _files(walked.files, folder, only), walked.skipped)
 
@@ -176,12 +189,12 @@ def _saved_dataset(folder: Path) -> tuple[SourceFile, ...]:
         state = parse_json(read_bytes(folder / "state.json", MOST_TABLE))
         names = [str(each["filename"]) for each in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
+        raise DataContentError(
             f"`{folder / 'state.json'}` does not list the files of a dataset: {error}", hint=again
         ) from None
     for name in names:
         if Path(name).name != name or not (folder / name).is_file():
-            raise DataError(f"`{folder}` lacks `{name}`, which its state.json lists", hint=again)
+            raise DataContentError(f"`{folder}` lacks `{name}`, which its state.json lists", hint=again)
     return tuple(SourceFile(folder / name, name, "arrow", (folder / name).stat().st_size, True) for name in names)
 
 
@@ -196,7 +209,7 @@ def _files(paths: list[Path], root: Path, only: str | None) -> tuple[SourceFile,
 
 def _named_file(path: Path) -> SourceFile:
     if path.suffix == ".bin":
-        raise DataError(
+        raise DataContentError(
             f"`{path}` has the name of a token shard, which is packed already", hint="name the text itself"
         )
     return SourceFile(path, path.name, kind_of(path), path.stat().st_size, True)
@@ -204,7 +217,7 @@ def _named_file(path: Path) -> SourceFile:
 
 def _end_pages(file: SourceFile) -> tuple[bytes, bytes]:
     with (
-        os_errors(DataError, f"cannot read `{file.path}`", "check its permissions"),
+        os_errors(DataContentError, f"cannot read `{file.path}`", "check its permissions"),
         open_regular(file.path) as opened,
     ):
         first = opened.read(PAGE)

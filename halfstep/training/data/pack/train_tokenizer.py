@@ -16,7 +16,7 @@ from halfstep.training.data.pack.encode import documents
 from halfstep.training.data.pack.pack import Meter, check_share
 from halfstep.training.data.pack.sources import Source
 from halfstep.training.data.tokenizer_base import import_optional
-from halfstep.training.data.types import DataError
+from halfstep.training.data.types import DataContentError, PackingError
 from halfstep.training.files import write_whole
 
 END_OF_TEXT = "<|endoftext|>"
@@ -36,18 +36,18 @@ def train_tokenizer(
     """Writes a tokenizer.json of at most `vocabulary` tokens and returns how many it has."""
     library = import_optional("tokenizers", "training a tokenizer")
     if vocabulary < SMALLEST:
-        raise DataError(
+        raise PackingError(
             f"--vocabulary is {vocabulary}, but the bytes and {END_OF_TEXT} alone take {SMALLEST} tokens"
         )
     if vocabulary > LARGEST:
-        raise DataError(
+        raise PackingError(
             f"--vocabulary is {vocabulary}; it must be at most {LARGEST}", hint="usual are 32,000 to 256,000"
         )
     check_share(validation)
     if out.suffix != ".json":
-        raise DataError(f"--out must end in .json, and is `{out}`", hint="the name says what a tokenizer is")
+        raise PackingError(f"--out must end in .json, and is `{out}`", hint="the name says what a tokenizer is")
     if out.exists():
-        raise DataError(f"`{out}` exists already", hint="choose another file with --out, or remove it")
+        raise PackingError(f"`{out}` exists already", hint="choose another file with --out, or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)  # before hours of reading
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -73,6 +73,6 @@ def train_tokenizer(
 
     tokenizer.train_from_iterator(read(), trainer)
     if not num_texts:
-        raise DataError("the sources hold no text to learn from", hint="choose other sources")
+        raise DataContentError("the sources hold no text to learn from", hint="choose other sources")
     write_whole(out, json.dumps(json.loads(tokenizer.to_str()), indent=1, ensure_ascii=False).encode())
     return int(tokenizer.get_vocab_size())

@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.config.schema import Count
-from halfstep.training.data.checksums import digests, page_digest
+from halfstep.training.data.checksums import digests
 from halfstep.training.data.index import ShardRecord, SideRecord
 from halfstep.training.data.shards import HEADER_BYTES, header
-from halfstep.training.data.token_bytes import TokenBytes
-from halfstep.training.data.types import DataError, TokenArray
+from halfstep.training.data.tokenizer_base import TokenBytes
+from halfstep.training.data.types import DamagedDataError, TokenArray
 from halfstep.training.files import PARTIAL, flush, write_whole
 
 
@@ -157,10 +157,8 @@ class ShardWriter:
             file.write(header(tokens, self.dtype))
             file.flush()
             os.fsync(file.fileno())
-        computed, pages = digests(partial), page_digest(partial)
-        record = ShardRecord(
-            path.name, tokens, size, documents, computed.sha256, pages, computed.regions, computed.sums
-        )
+        computed = digests(partial)
+        record = ShardRecord(path.name, tokens, size, documents, computed.sha256, computed.sums)
         write_whole(self.folder / record.checksum_file, computed.chunks)  # first: a shard with a name can be read
         os.replace(partial, path)
         return record
@@ -172,7 +170,7 @@ class ShardWriter:
         expected = HEADER_BYTES + tokens * self.dtype.itemsize
         size = path.stat().st_size if path.is_file() else 0
         if size < expected or (exact and size != expected):
-            raise DataError(
+            raise DamagedDataError(
                 f"`{path}` has {size} bytes, but the interrupted packing left {expected}",
                 hint=f"remove the folder `{self.folder}` and pack again",
             )

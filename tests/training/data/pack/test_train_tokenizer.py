@@ -8,7 +8,7 @@ import pytest
 from halfstep.training.data.corpus import hash_share
 from halfstep.training.data.pack.sources import find_sources
 from halfstep.training.data.tokenizers import open_tokenizer
-from halfstep.training.data.types import DataError
+from halfstep.training.data.types import DataContentError, PackingError
 
 pytest.importorskip("tokenizers")
 
@@ -54,10 +54,10 @@ def test_it_has_not_seen_what_is_held_out(tmp_path):
 
 def test_impossible_requests_are_refused(tmp_path):
     source = write(tmp_path / "a.jsonl", ["text"])
-    with pytest.raises(DataError, match=r"--vocabulary is 256, but the bytes and .* alone take 257"):
+    with pytest.raises(PackingError, match=r"--vocabulary is 256, but the bytes and .* alone take 257"):
         train_tokenizer(source, tmp_path / "t.json", 256)
-    with pytest.raises(DataError, match="no text to learn from"):
+    with pytest.raises(DataContentError):
         train_tokenizer(write(tmp_path / "b.jsonl", [""]), tmp_path / "t.json", 300)
     (tmp_path / "t.json").write_text("{}")
-    with pytest.raises(DataError, match="exists already"):
+    with pytest.raises(PackingError):
         train_tokenizer(source, tmp_path / "t.json", 300)

@@ -1,0 +1,153 @@
+"""Runs the proofs: everything exhaustive or slow, in parts.
+
+    python benchmarks/prove/run.py              every part
+    python benchmarks/prove/run.py --only NAME ...
+    python benchmarks/prove/run.py --changed    the part that the commit's hash chooses, and those about a folder
+                                                that changed since they last passed: what CI runs
+
+docs/measurements/proofs.json keeps when each part last passed, at which commit, and how long it took; CI does not
+write it. A part that fails does not keep the others from running. Exit code 1 if any failed.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RECORD = ROOT / "docs" / "measurements" / "proofs.json"
+PYTEST = ("-m", "pytest", "-q", "-n", "auto", "--maxprocesses", "4", "--dist", "worksteal", "-m", "prove")
+# `python -O` leaves out assertions, ours and those of others: these tests run what has some, where it meets torch,
+# files and processes. One process, because Python compiles all that it imports anew.
+OPTIMIZED = (
+    *("tests/core/test_choice.py", "tests/core/test_devices.py", "tests/core/test_scaling.py"),
+    *("tests/torch/update/test_gradients.py", "tests/torch/update/test_prepare.py"),
+    "tests/torch/instruments/test_replay.py",
+    *("tests/training/run/test_checkpointing.py", "tests/training/run/test_monitor.py"),
+    *("tests/training/data/pack/test_blocks.py", "tests/training/data/pack/test_pack.py"),
+    *("tests/training/data/test_packed.py", "tests/training/telemetry/test_progress.py"),
+    "tests/training/test_schedule.py",
+)
+# For a process that forks thousands of times: with huge pages there is less to copy.
+FORKING = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some proofs, and the folders or files of the package that they are about."""
+
+    proves: tuple[str, ...]
+    commands: tuple[tuple[str, ...], ...]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def tests(*folders: str) -> tuple[tuple[str, ...], ...]:
+    """The command that runs the tests marked `prove` in folders."""
+    return ((*PYTEST, *(f"tests/{folder}" for folder in folders)),)
+
+
+def script(name: str, *options: str) -> tuple[str, ...]:
+    return (f"benchmarks/{name}", *options)
+
+
+FILES = ("training/files.py", "training/checkpoints", "training/run")
+PARTS = {
+    "torch": Part(("torch",), tests("torch")),
+    "jax": Part(("jax", "core/arrays"), tests("jax")),
+    "mlx": Part(("mlx", "core/arrays"), tests("mlx")),
+    "conformance": Part(("core",), tests("core", "conformance", "architecture", "test_public_names.py")),
+    "training": Part(("training", "config"), tests("training", "config")),
+    "commands": Part(("cli", "tools", "report"), tests("cli", "tools", "report", "packaging")),
+    "other libraries": Part(("integrations",), tests("integrations", "models", "docs", "examples", "benchmarks")),
+    "optimized": Part((), (("-m", "pytest", "-q", "-m", "not prove", *OPTIMIZED),), {"PYTHONOPTIMIZE": "1"}),
+    "split masters": Part(("core/split.py", "torch/numerics/split"), (script("prove/split_all.py"),)),
+    "kills": Part(
+        FILES, (script("prove/kills.py", "--steps", "20"), script("prove/job_kills.py", "--seconds", "40"))
+    ),
+    "hostile input": Part(
+        ("cli", "config"),
+        (
+            script("prove/fuzz.py"),
+            script("prove/fuzz.py", "--planted", "--commands", "300", "--files", "150", "--seconds", "15"),
+        ),
+        FORKING,
+    ),
+    "hazards": Part(("core",), (script("prove/hazards.py"),)),
+    "time of the host": Part(("torch/update", "torch/optim"), (script("measure/host.py", "--rounds", "6"),)),
+}
+
+
+def git(*words: str) -> str:
+    return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout
+
+
+def changed_since(commit: str) -> set[str]:
+    """The files of the package that changed since a commit; all of them, if this clone does not have it."""
+    try:
+        names = git("diff", "--name-only", commit, "HEAD", "--", "halfstep")
+    except subprocess.CalledProcessError:
+        names = git("ls-files", "halfstep")
+    return {name.removeprefix("halfstep/") for name in names.splitlines()}
+
+
+def is_about(part: Part, file: str) -> bool:
+    return any(file == place or file.startswith(f"{place}/") for place in part.proves)
+
+
+def chosen_by(commit: str, changed: Callable[[str], set[str]]) -> list[str]:
+    """The parts that CI runs for a commit; `changed` says which files changed since a part last passed."""
+    by_hash = list(PARTS)[int(commit, 16) % len(PARTS)]
+    return [
+        name
+        for name, part in PARTS.items()
+        if name == by_hash or any(is_about(part, file) for file in changed(name))
+    ]
+
+
+def read_record() -> dict[str, dict[str, Any]]:
+    """When each part last passed."""
+    return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+
+
+def run(name: str) -> float | None:
+    """Runs one part; returns how many seconds it took, or None if it failed."""
+    started = time.monotonic()
+    environment = os.environ | PARTS[name].environment
+    codes = [
+        subprocess.run([sys.executable, *words], cwd=ROOT, env=environment).returncode
+        for words in PARTS[name].commands
+    ]
+    return None if any(codes) else round(time.monotonic() - started, 1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--changed", action="store_true", help="what CI runs for this commit")
+    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="NAME", help=", ".join(PARTS))
+    options = parser.parse_args()
+    commit, recorded, names = git("rev-parse", "HEAD").strip(), read_record(), options.only or list(PARTS)
+    if options.changed:
+        names = chosen_by(commit, lambda name: changed_since(recorded.get(name, {}).get("commit", "none")))
+    print("proofs:", ", ".join(names), flush=True)
+    seconds = {name: run(name) for name in names}
+    for name, taken in seconds.items():
+        print(f"{name:20} {'FAILED' if taken is None else f'{taken:7.1f} s'}")
+    if not options.changed:
+        today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+        machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
+        passed = {"date": today, "commit": commit[:9], "machine": machine}
+        now = {name: passed | {"seconds": taken} for name, taken in seconds.items() if taken is not None}
+        RECORD.write_text(json.dumps(recorded | now, indent=1) + "\n", encoding="utf-8")
+    return 1 if None in seconds.values() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""HS6xx: what checkpoints hold, and what a resume makes of it."""

@@ -1,1 +1,0 @@
-"""HS4xx: the formats that operations and buffers have."""

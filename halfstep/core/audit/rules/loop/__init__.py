@@ -1,1 +1,0 @@
-"""HS5xx: what the training loop does and hides."""

@@ -1,1 +1,0 @@
-"""HS2xx: the loss scale."""

@@ -1,1 +1,0 @@
-"""HS3xx: sums over micro-batches, ranks and products."""

@@ -1,1 +1,0 @@
-"""HS1xx: masters, moments, and updates that never arrive."""

@@ -1,0 +1,1 @@
+"""From a policy to parameters and to the functions that a loss calls."""

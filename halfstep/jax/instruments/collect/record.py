@@ -1,0 +1,166 @@
+"""The record of a training: what the rules of an audit read of its loss, parameters, batch and optimizer.
+
+Nothing of the training needs halfstep. The loss function and its gradient are traced to a jaxpr, in which the
+formats of norms, softmaxes, routers, losses and sums are read (operations.py). Then a few updates are made, on
+copies, and what overflows, underflows or is lost is counted (evaluate.py, updates.py).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from halfstep.core.audit.record import Operation, Record, Weight, WeightKind
+from halfstep.core.errors import ArgumentError, LossError, UnsupportedOptimizerError
+from halfstep.jax.instruments.collect.evaluate import evaluated, incidents
+from halfstep.jax.instruments.collect.graph import Graph, Names, Value, graph_of
+from halfstep.jax.instruments.collect.operations import format_name, fp32_matmul, operations_of
+from halfstep.jax.instruments.collect.updates import Parameters, Stepper
+from halfstep.jax.jaxpr import COMPILER_OPTIONS
+
+STEPS = 10
+Objective = Callable[[Mapping[str, Array]], Any]
+"""Takes the trained parameters by name, and returns what the loss function returns."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a policy says of the parameters, where halfstep runs the training: formats by parameter."""
+
+    policy: str
+    compute: Mapping[str, str]
+    masters: Mapping[str, str]
+
+
+def record_of(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    optimizer: Any,
+    *,
+    rng: Any = None,
+    loss_scale: float = 1.0,
+    steps: int = STEPS,
+) -> Record:
+    """Returns what rules read: facts about the formats and numbers of a training without halfstep."""
+    held, rest = Parameters(params), (batch,) if rng is None else (batch, rng)
+    return record_objective(
+        lambda trained: loss_fn(held.rebuilt(trained), *rest), held, optimizer, loss_scale=loss_scale, steps=steps
+    )
+
+
+def record_objective(
+    loss: Objective,
+    params: Parameters,
+    optimizer: Any,
+    *,
+    loss_scale: float,
+    steps: int,
+    prepared: Prepared | None = None,
+) -> Record:
+    """Returns the record of a training whose loss is a function of the parameters alone."""
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise UnsupportedOptimizerError(
+            f"the optimizer is a {type(optimizer).__name__}, not an optax transform",
+            hint="for example optax.adamw(1e-3)",
+        )
+    if steps < 1:
+        raise ArgumentError(f"steps={steps}: an audit watches at least one update", hint=f"the default is {STEPS}")
+    graph = _traced(loss, params, loss_scale)
+    names, stepper = Names(params.trained), Stepper(optimizer, params, loss_scale)
+    record = Record("jax", "jax", updates=steps, policy=None if prepared is None else prepared.policy)
+    seen = {_key(each): each for each in operations_of(graph, names)}
+    run = jax.jit(evaluated(graph), compiler_options=COMPILER_OPTIONS)
+    for _ in range(steps):
+        values = stepper.values  # in the order of their names, not of the pytree
+        (_, value, *grads), numbers = run(*(values[name] for name in params.trained))
+        for each in incidents(graph, names, jax.device_get(numbers)):
+            seen.setdefault(_key(each), each)
+        stepper.step(dict(zip(params.trained, grads, strict=True)), value)
+        record.losses.append(float(value) if np.isfinite(float(value)) else None)
+    record.operations = list(seen.values())
+    for fmt in stepper.sums():
+        record.operations.append(Operation("", "accumulation", inside=fmt, count=1, function="optax.MultiSteps"))
+    if stepper.formats != [jnp.float64, jnp.float32]:
+        record.unseen.append("updates in fp64: the optimizer refuses them, so they are counted in less")
+    record.weights = [
+        _weight(name, value, stepper, prepared) for name, value in zip(params.trained, graph.inputs, strict=True)
+    ]
+    record.switches["fp32_matmul"] = fp32_matmul()
+    record.unseen.append("the training loop: only its loss and its optimizer were passed")
+    return record
+
+
+def _traced(loss: Objective, params: Parameters, scale: float) -> Graph:
+    """Returns the graph of the loss and its gradients, which takes the parameters in the order of their names."""
+    names = [*params.trained]
+
+    def scaled(*leaves: Array) -> tuple[Array, Array]:
+        value = _mean(loss(dict(zip(names, leaves, strict=True))))
+        return (value * jnp.asarray(scale, value.dtype) if scale != 1 else value), value
+
+    gradient = jax.value_and_grad(scaled, argnums=tuple(range(len(names))), has_aux=True)
+    return graph_of(jax.make_jaxpr(gradient)(*params.trained.values()), names)
+
+
+def _mean(returned: Any) -> Array:
+    """Returns the loss alone, of a function that may return more beside it, or a sum and its weight."""
+    loss = returned[0] if isinstance(returned, tuple) else returned
+    loss = loss.total / loss.weight if hasattr(loss, "weight") else loss
+    if jnp.shape(loss) != ():
+        raise LossError(
+            f"the loss has shape {jnp.shape(loss)}; a loss is one number",
+            hint="return its mean, or a tuple that begins with it",
+        )
+    return jnp.asarray(loss)
+
+
+def _weight(name: str, value: Value, stepper: Stepper, prepared: Prepared | None) -> Weight:
+    leaf, counts = stepper.params.trained[name], stepper.counts[name]
+    frozen = counts.gradient > 0 and counts.steps > 0 and counts.intended == 0
+    fmt, master = format_name(leaf.dtype), stepper.master and "fp32"
+    if prepared is not None:
+        fmt, master = prepared.compute[name], prepared.masters[name]
+    return Weight(
+        name,
+        fmt,
+        list(leaf.shape),
+        trainable=not frozen,
+        kind=_kind(name, leaf, {node.name for node in value.taken_by}),
+        optimizer=None if frozen else stepper.name,
+        master=master,
+        moments=stepper.moments(name),
+        grad_format=format_name(leaf.dtype),
+        updates=counts,
+    )
+
+
+def _kind(name: str, leaf: Array, uses: set[str]) -> WeightKind:
+    """Returns what a parameter is for, by the primitives that take it and by its name."""
+    words = name.lower()
+    if "lora" in words or "adapter" in words:
+        return "adapter"
+    if "router" in words:
+        return "router"
+    if leaf.ndim >= 2:
+        return "embedding" if "gather" in uses and "dot_general" not in uses else "matrix"
+    if words.endswith("bias"):
+        return "bias"
+    return "norm" if any(part in words for part in ("norm", "ln", "scale", "gain")) else "other"
+
+
+def _key(operation: Operation) -> tuple[Any, ...]:
+    return (
+        operation.module,
+        operation.kind,
+        operation.place,
+        operation.inside,
+        operation.backward,
+        operation.promoted,
+        operation.overflow > 0,
+        operation.underflow > 0,
+    )

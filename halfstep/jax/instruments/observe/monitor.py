@@ -1,0 +1,178 @@
+"""The monitor of a step: sums what its results report, and looks closely at a part of a batch.
+
+monitor = Monitor()
+step = make_step(loss_fn, optimizer, monitor=monitor)
+state, result = step(state, batch)          as without it, bit for bit
+monitor.layer_numbers().read()              (layers, roles, columns) of core.observed, for monitor.layers
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpy.typing import NDArray
+
+from halfstep.config.model import owner
+from halfstep.core.errors import ArgumentError
+from halfstep.core.observed import COLUMNS, ROLES, SLICE, WEIGHT_COLUMNS, LayerInfo, Observation, Sample
+from halfstep.jax.instruments.observe.gradient import Watched, merge_rows
+
+SAMPLE = 16_384  # elements of each tensor that a sample looks at, in whole rows
+UPDATE_SUMS = ("weight", "gradient", "update", "intended", "lost")
+
+
+@dataclass
+class Unread:
+    """Numbers that the device is still computing."""
+
+    array: Any = None
+
+    def read(self) -> NDArray[np.floating[Any]]:
+        """Returns the numbers; waits for the steps they are of."""
+        return np.asarray(jax.device_get(self.array), np.float64)
+
+
+@dataclass
+class UnreadUpdates(Unread):
+    """The sums of one update by parameter, as the numbers of each layer."""
+
+    names: Sequence[str] = ()
+    layers: Sequence[Sequence[str]] = ()
+
+    def read(self) -> NDArray[np.floating[Any]]:
+        """Returns (layers, WEIGHT_COLUMNS) of the update that followed the request; waits for it."""
+        if self.array is None:
+            return np.full((len(self.layers), len(WEIGHT_COLUMNS)), np.nan)
+        rows = dict(zip(self.names, Unread.read(self), strict=True))
+        return np.array([_weight_numbers([rows[name] for name in names]) for names in self.layers])
+
+
+class Monitor:
+    """Watches the layers of one step: the first `slice` elements of what enters them, and of its gradient."""
+
+    def __init__(self, slice: int = SLICE):
+        if slice < 1:
+            raise ArgumentError(
+                f"slice={slice}: a monitor looks at one element at least", hint=f"{SLICE} is usual"
+            )
+        self.slice = slice
+        self.watched: Watched | None = None
+        self.parameters: tuple[str, ...] = ()
+        self._sum: Array | None = None
+        self._pending: UnreadUpdates | None = None
+
+    @property
+    def layers(self) -> tuple[LayerInfo, ...]:
+        """The layers, in the order of the numbers; known once the step has been traced, by its first call."""
+        return self.watched.layers if self.watched is not None else ()
+
+    def add(self, layers: Array, updates: Array) -> None:
+        """Takes in what one step reports, without waiting for it."""
+        self._sum = layers if self._sum is None else _merge(self._sum, layers)
+        if self._pending is not None:
+            self._pending.array, self._pending.layers = updates, self._parameters_by_layer()
+            self._pending.names, self._pending = self.parameters, None
+
+    def layer_numbers(self) -> Unread:
+        """Returns what the steps since the last call have counted, unread."""
+        counted = self._sum
+        if counted is None:
+            counted = np.zeros((len(self.layers), len(ROLES), len(COLUMNS)), np.float32)  # type: ignore[assignment]
+        self._sum = None
+        return Unread(counted)
+
+    def weight_numbers(self) -> UnreadUpdates:
+        """Returns norms of weights, gradients and updates, and the share lost, of the next step: read it after."""
+        self._pending = UnreadUpdates(layers=self._parameters_by_layer())
+        return self._pending
+
+    def describe(
+        self, reported: Sequence[Array], masters: Mapping[str, Array], size: int = SAMPLE
+    ) -> dict[str, dict[str, Sample]]:
+        """Returns {layer: {role: sample}} of whole tensors, which the slots of all sites report."""
+        assert self.watched is not None
+        seen: dict[tuple[str, str], Observation] = {}
+        infos, place = self.watched.layers, 0
+        for pair, site in enumerate(self.watched.sites):
+            count = math.prod(length for length, stacked in site.turns if stacked)
+            for role, x in zip(ROLES, jax.device_get(reported[2 * pair : 2 * pair + 2]), strict=True):
+                repeated = [axis for axis, (_, stacked) in enumerate(site.turns) if not stacked]
+                kept = np.moveaxis(x, repeated, range(len(repeated)))[
+                    (0,) * len(repeated)
+                ]  # the first turn of other loops
+                for turn, rows in enumerate(kept.reshape(count, *x.shape[-2:])):
+                    info = infos[self.watched.index[place + turn]]
+                    observation = Observation.of(rows, info.format(role))
+                    before = seen.get((info.name, role))
+                    seen[info.name, role] = observation if before is None else before + observation
+            place += count
+        for info, weight in zip(infos, self.watched.weights, strict=True):
+            if weight is not None and weight in masters:
+                seen[info.name, "weight"] = Observation.of(
+                    _sample_rows(masters[weight], size), info.format("weight")
+                )
+        samples: dict[str, dict[str, Sample]] = {info.name: {} for info in infos}
+        for (name, role), observation in seen.items():
+            samples[name][role] = observation.sample()
+        return samples
+
+    def _parameters_by_layer(self) -> list[list[str]]:
+        """Returns the parameters of each layer: those of its module; a slice of one parameter has none."""
+        return [[name for name in self.parameters if owner(name) == info.name] for info in self.layers]
+
+
+def update_sums(
+    old: Mapping[str, Array],
+    new: Mapping[str, Array],
+    intended: Mapping[str, Array],
+    grads: Mapping[str, Array],
+    factor: Array,
+    finite: Array,
+    size: int,
+) -> Array:
+    """Returns sums over a slice of each parameter, (parameters, UPDATE_SUMS); NaN for what a skipped step lost."""
+
+    def part(x: Array) -> Array:
+        return x.reshape(-1)[:size].astype(jnp.float32)
+
+    rows = []
+    for name, before in old.items():
+        start, end, moved = part(before), part(new[name]), part(intended[name]) != 0
+        squares = (start, part(grads[name]) * factor, jnp.where(finite, end - start, 0.0))
+        lost = jnp.where(finite, jnp.sum(moved & (end == start), dtype=jnp.float32), jnp.nan)
+        sums = [jnp.sum(jnp.square(x)) for x in squares]
+        rows.append(jnp.stack([*sums, jnp.sum(moved, dtype=jnp.float32), lost]))
+    return jnp.stack(rows)
+
+
+def first_rows(batch: Any, share: float) -> Any:
+    """Returns a share of the rows of a batch, at least one: of all its arrays that have as many as the first."""
+    sizes = [jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)]
+    if not sizes:
+        return batch
+    kept = max(1, int(sizes[0] * share))
+    return jax.tree.map(lambda x: x[:kept] if jnp.ndim(x) and jnp.shape(x)[0] == sizes[0] else x, batch)
+
+
+@jax.jit
+def _merge(one: Array, other: Array) -> Array:
+    return merge_rows(jnp.stack([one, other]))
+
+
+def _weight_numbers(rows: Sequence[NDArray[np.floating[Any]]]) -> NDArray[np.floating[Any]]:
+    if not rows:
+        return np.full(len(WEIGHT_COLUMNS), np.nan)
+    weight, gradient, update, intended, lost = np.sum(rows, axis=0)
+    share = lost / intended if intended else np.nan
+    return np.array([math.sqrt(weight), math.sqrt(gradient), math.sqrt(update), share])
+
+
+def _sample_rows(array: Array, size: int) -> NDArray[np.float32]:
+    width = array.shape[-1] if array.ndim else 1
+    rows = max(1, min(array.size, size) // width)
+    return np.asarray(jax.device_get(array.reshape(-1, width)[:rows].astype(jnp.float32)))

@@ -1,0 +1,432 @@
+"""Training with a loss function of one's own: `init` makes a state, `make_step` a compiled step of it.
+
+    state = init(params, optimizer, "fp16-mixed")    any pytree, any optax transform
+    step = make_step(loss_fn, optimizer)             loss_fn(params, batch[, rng]) -> loss | Weighted | (..., aux)
+    state, result = step(state, batch)               jitted, and the state is donated: the old one is used up
+
+**Masters are outside the loss, casts inside.** The state holds parameters and moments in the formats the policy
+gives them; the loss function sees parameters in their compute format (interpret.py), and any optimizer sees fp32
+parameters, gradients and moments. A narrower master is widened, updated and rounded back, to nearest or
+stochastically. The state carries the policy: as a pytree it keeps every field under jit, scan and checkpoints.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax  # type: ignore[import-untyped]
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from halfstep.core.arrays.measure import TOKENS, resolve_policy
+from halfstep.core.audit.coverage import Coverage
+from halfstep.core.averages import check_decay
+from halfstep.core.choice.layers import Measured, Timer
+from halfstep.core.errors import RunStateError, warn_caller, warn_renamed
+from halfstep.core.observed import Sample
+from halfstep.core.policy import Policy
+from halfstep.core.refusal import check_numbers
+from halfstep.core.scaling import DynamicScale, ScaleAlarm, ScaleState, stuck_error
+from halfstep.jax.convert.apply import Applied, Leaves, apply, modules_of
+from halfstep.jax.convert.fp8_choice import ProductFinder, first_choice, measure_products
+from halfstep.jax.convert.functions.checks import call_checked
+from halfstep.jax.convert.functions.interpret import Interpreter, cast_inside
+from halfstep.jax.fp8 import empty_history, scaling_amaxes
+from halfstep.jax.instruments.coverage import Recorder
+from halfstep.jax.instruments.observe.gradient import describer, merge_rows, watched_gradient
+from halfstep.jax.instruments.observe.monitor import SAMPLE, Monitor, first_rows, update_sums
+from halfstep.jax.layers import COMPILER_OPTIONS
+from halfstep.jax.measure import Product, time_product_once
+from halfstep.jax.optim.masters import hold, narrow_moments, widen_masters
+from halfstep.jax.parallel import check_mesh, check_placed, map_devices, place_rows, replicated, sum_over_devices
+from halfstep.jax.state import Origin, State, check_measured, check_state
+from halfstep.jax.update.checks import (
+    Progress,
+    check_micro_batches,
+    check_not_in_shard_map,
+    check_optimizer,
+    check_transform,
+    measured_choice,
+    unpack_train_state,
+)
+from halfstep.jax.update.step import Gradient, LossFn, accumulate, apply_sums, scalar_loss
+from halfstep.jax.update.step import StepResult as StepResult
+from halfstep.jax.update.step import Weighted as Weighted
+
+
+def init(
+    params: Any,
+    optimizer: optax.GradientTransformation,
+    policy: Policy | str,
+    *,
+    seed: int = 0,
+    names: Sequence[str] = (),
+    tokens: int = TOKENS,
+    mesh: Mesh | None = None,
+    ema: float = 0.0,
+) -> State:
+    """Returns the first state. It copies the parameters and may be donated; `names` are modules without any.
+
+    Instead of parameters, `params` may be a `TrainState` of Flax: its moments and its count of steps come along.
+    Pass its own `tx` as the optimizer. Back: `train.replace(step=state.num_applied, params=state.masters(),
+    opt_state=state.opt_state)`.
+
+    With a `mesh` every device of it gets the whole state, for a step over the same mesh.
+
+    `ema` is the decay of an fp32 average of the masters, 0 for none: every step moves it, and `state.averaged()`
+    returns the parameters to evaluate.
+
+    The policy `auto` is measured, as for a recipe, with micro-batches of `tokens`; `state.choice` has the answer
+    and its reason.
+    """
+    check_transform(optimizer)
+    check_numbers(seed=seed, tokens=tokens)
+    if ema:
+        check_decay(ema)
+    params, begun = unpack_train_state(params, optimizer)
+    policy, choice, note = resolve_policy(policy, lambda: measured_choice(params, tokens))
+    if mesh is not None:
+        check_mesh(mesh)
+    origin = Origin(choice, (), note)
+    given: dict[str, Any] = {"origin": origin, "mesh": mesh, "begun": begun, "ema": ema}
+    return first_state(params, optimizer, policy, seed=seed, names=names, **given)
+
+
+def first_state(
+    params: Any,
+    optimizer: optax.GradientTransformation,
+    policy: Policy,
+    *,
+    seed: int = 0,
+    names: Sequence[str] = (),
+    origin: Origin | None = None,
+    mesh: Mesh | None = None,
+    begun: Progress | None = None,
+    ema: float = 0.0,
+    measured: Measured | None = None,
+) -> State:
+    """Returns the first state of a policy that was named or chosen; `begun` has moments to continue from.
+
+    `measured` are the layers of rules that say so, if they were timed.
+    """
+    applied = apply(params, policy, names)
+    leaves = Leaves(params)
+
+    @jax.jit
+    def make(trained: dict[str, Array]) -> tuple[dict[str, Array], dict[str, Array], Any]:
+        wide = widen_masters(trained, {})
+        moments = optimizer.init(leaves.bare(wide)) if begun is None else begun.opt_state
+        opt_state = narrow_moments(leaves, moments, applied)
+        return *hold(wide, applied), opt_state
+
+    held, remainders, opt_state = make(leaves.trained)
+    sizes = {name: 4 if name in remainders else leaf.dtype.itemsize for name, leaf in held.items()}
+    narrower = tuple(name for name, leaf in leaves.trained.items() if leaf.dtype.itemsize < sizes[name])
+    state = State(
+        params=leaves.rebuilt(held),
+        opt_state=opt_state,
+        scale=_scalars(policy.scale.init()),
+        num_applied=jnp.asarray(0 if begun is None else begun.steps, jnp.int32),
+        policy=policy,
+        seed=seed,
+        names=tuple(names),
+        origin=replace(origin or Origin(None, (), ""), widened=narrower),
+        ema=widen_masters(held, remainders) if ema else {},
+        decay=ema,
+        remainders=remainders,
+        amaxes={name: empty_history() for name in applied.delayed},
+        measured=measured or first_choice(policy),
+    )
+    traced = any(isinstance(x, jax.core.Tracer) for x in held.values())
+    return state if traced else _place_copies(state, leaves, held, mesh)
+
+
+def make_step(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    clip_norm: float = 0.0,
+    micro_batches: int | None = None,
+    cast: bool = True,
+    cast_batch: bool = True,
+    mesh: Mesh | None = None,
+    monitor: Monitor | None = None,
+) -> "Step":
+    """Returns a jitted `step(state, batch, rng=None) -> (state, result)` that donates the state.
+
+    `loss_fn(params, batch)` returns a mean loss, or `Weighted(sum, count)`, or either in a tuple with a second
+    value, which becomes the result's `aux`; `rng`, if given, is the third argument. With `micro_batches=n` every
+    leaf of the batch has a leading axis of n, and `rng` is folded with the index of the micro-batch.
+
+    With `cast` any function will do: its parameters, and with `cast_batch` the floating leaves of its batch,
+    appear in their compute format, and its matmuls run as the policy says (interpret.py). Without, it gets the
+    masters in fp32 and casts inside, as functions built from halfstep.jax layers do.
+
+    The optimizer, and every transform that `optax.chain` puts in front of it, gets the gradient of the mean loss:
+    unscaled, clipped to `clip_norm`, in fp32.
+
+    With a `mesh` its devices share the rows of every batch, which are along its first axis, or along the second if
+    the first counts micro-batches. The update is that of the whole batch: losses are weighted by tokens, gradients
+    are summed over devices once, in fp32, and a gradient that is not finite on one device skips the update on all.
+    The loss function gets the rows of one device, and an `rng` folded with its index.
+
+    A `monitor` sees what enters each layer, the gradient of what leaves it, and what happens to updates. It
+    changes no bit of them, and the step is still one program; `step.sample(state, batch)` looks closely at a part
+    of a batch.
+
+    The function below the jit is `step.__wrapped__`: pure, for use inside another jit or scan. Give the outermost
+    jit `layers.COMPILER_OPTIONS` then, or XLA may keep more precision than the policy says.
+    """
+    check_transform(optimizer)
+    check_numbers(clip_norm=clip_norm)
+    check_micro_batches(micro_batches)
+    call = partial(cast_inside, loss_fn, cast_batch=cast_batch) if cast else partial(call_checked, loss_fn)
+    stepper = optax.with_extra_args_support(optimizer)
+    report = None if monitor is None else partial(update_sums, size=monitor.slice)
+
+    def update(state: State, batch: Any, rng: Any) -> tuple[tuple[State, StepResult], Any]:
+        # fp32 is fp32: JAX's default means TF32 on some GPUs and bf16 on a TPU.
+        with jax.default_matmul_precision("highest"):
+            leaves, applied, masters = _inputs(state)
+            check_optimizer(optimizer, leaves, state.opt_state)
+            gradient = _gradient(call, leaves, applied, state, monitor)
+            sums, first, (aux, numbers) = accumulate(gradient, masters, applied, batch, rng, micro_batches)
+            if numbers is not None and micro_batches is not None:
+                numbers = merge_rows(numbers)
+            if mesh is not None:
+                amaxes = lax.pmax(sums.amaxes, mesh.axis_names)
+                sums = sum_over_devices(sums, first, mesh)._replace(amaxes=amaxes)
+            return apply_sums(state, leaves, applied, stepper, sums, clip_norm, report), (aux, numbers)
+
+    run = update if mesh is None else map_devices(update, mesh, micro_batches)
+
+    def step(state: State, batch: Any, rng: Any = None) -> tuple[State, StepResult]:
+        check_not_in_shard_map()
+        (following, result), (aux, numbers) = run(state, batch, rng)
+        if monitor is not None and mesh is not None:
+            numbers = merge_rows(numbers)
+        return following, replace(result, aux=aux, layers=numbers)
+
+    replay = None if monitor is None else partial(replay_gradient, call, monitor)
+    return Step(compile_step(step, mesh), mesh, micro_batches, monitor, replay, call if cast else None)
+
+
+def compile_step(step: Callable[..., Any], mesh: Mesh | None = None) -> Any:
+    """Compiles a pure step for use outside of any jit: it donates the state, and XLA keeps no excess precision."""
+    # A state that comes back as it was placed, to the letter, does not compile the step anew.
+    place: dict[str, Any] = {} if mesh is None else {"out_shardings": (replicated(mesh), None)}
+    return jax.jit(step, donate_argnums=0, compiler_options=COMPILER_OPTIONS, **place)
+
+
+class Step:
+    """A compiled step that warns once when the loss scale is low and falling. It reads results that are done."""
+
+    _step: Any = None  # before __init__ there is nothing to delegate to
+
+    def __init__(
+        self,
+        step: Any,
+        mesh: Mesh | None = None,
+        micro_batches: int | None = None,
+        monitor: Monitor | None = None,
+        replay: Callable[..., list[Array]] | None = None,
+        call: Callable[..., Any] | None = None,
+    ):
+        self._step, self._warned, self._call = step, False, call
+        self._mesh, self._micro_batches = mesh, micro_batches
+        self._monitor, self._replay = monitor, replay and jax.jit(replay, compiler_options=COMPILER_OPTIONS)
+        self._unread: deque[tuple[Array, Array]] = deque(maxlen=64)  # scale, and whether the update was skipped
+
+    def __call__(self, state: State, batch: Any, rng: Any = None) -> tuple[State, StepResult]:
+        """Returns the state after one update, and what the update did; uses up the state it is given."""
+        check_state(state)
+        state = self.measure(state, batch, rng)
+        if self._mesh is not None:
+            check_placed(state, self._mesh)
+            batch = place_rows(batch, self._mesh, self._micro_batches)
+        law, origin = state.policy.scale, state.origin
+        following, result = self._step(state, batch, rng)
+        if self._monitor is not None:
+            self._monitor.add(result.layers, result.updates)
+        if not self._warned and isinstance(law, DynamicScale):
+            self._unread.append((result.scale, result.skipped))
+            self._warn_if_low(ScaleAlarm(law))
+        return replace(following, origin=origin, measured=state.measured), result
+
+    def sample(
+        self, state: State, batch: Any, rng: Any = None, share: float = 1 / 16
+    ) -> dict[str, dict[str, Sample]]:
+        """Runs at most a `share` of a batch again, at least one row, and returns {layer: {role: sample}}.
+
+        A halfstep.core.observed.Sample has exponents, signal to noise, headroom, kurtosis, and what other formats
+        would lose; roles are activation, gradient and weight. It waits for the device, and keeps the state.
+        """
+        if self._monitor is None or self._replay is None:
+            raise RunStateError(
+                "the step has no monitor", hint="make_step(loss_fn, optimizer, monitor=halfstep.jax.Monitor())"
+            )
+        check_state(state)
+        if self._mesh is not None:
+            state = jax.tree.map(lambda leaf: leaf.addressable_data(0), state)
+        if self._micro_batches is not None:
+            batch = jax.tree.map(
+                lambda leaf: leaf.reshape(-1, *leaf.shape[2:]) if jnp.ndim(leaf) > 1 else leaf, batch
+            )
+        reported = self._replay(state, first_rows(batch, share), rng)
+        return self._monitor.describe(reported, widen_masters(Leaves(state.params).trained, state.remainders))
+
+    def coverage(self, state: State, batch: Any, rng: Any = None) -> Coverage:
+        """Lists how each product, island and look-up of the loss function runs under the policy, and why.
+
+        It traces the function on one micro-batch: nothing is computed, and the state is kept.
+        """
+        if self._call is None:
+            raise RunStateError(
+                "the step was made with cast=False: the loss function casts by itself",
+                hint="summary(state) says what the policy means for each module",
+            )
+        check_state(state)
+        recorder = Recorder(state.applied())
+        self._interpret(recorder, state, batch, rng)
+        return recorder.coverage()
+
+    def reach(self, state: State, batch: Any, rng: Any = None) -> Coverage:
+        """The older name of `coverage`."""
+        warn_renamed("reach", "coverage")
+        return self.coverage(state, batch, rng)
+
+    def measure(
+        self, state: State, batch: Any, rng: Any = None, *, timer: Timer[Product] = time_product_once
+    ) -> State:
+        """Times the matmuls that rules call `measured` (`compute=e4m3:measured`), unless the state has the answer.
+
+        The first step does this by itself. A step inside another jit or scan cannot: call it before. The returned
+        state has the same arrays, and `summary(state)` says which layers are narrow, and why.
+        """
+        if state.measured is not None:
+            return state
+        if self._call is None:
+            raise RunStateError(
+                "the step was made with cast=False, so what `measured` layers multiply is not known",
+                hint="omit `measured` from the rules; or let make_step cast: leave out cast=False",
+            )
+        finder = ProductFinder(state.applied(), Leaves(state.params).device)
+        self._interpret(finder, state, batch, rng, 1 if self._mesh is None else self._mesh.size)
+        return replace(state, measured=measure_products(finder.found, timer=timer))
+
+    def _interpret(self, interpreter: Interpreter, state: State, batch: Any, rng: Any, share: int = 1) -> None:
+        """Interprets the loss function on the shapes of one micro-batch, or of a part of `share` equal ones."""
+        if self._micro_batches is not None:
+            batch = jax.tree.map(lambda leaf: leaf[0], batch)
+        if share > 1:
+            batch = jax.tree.map(lambda leaf: leaf[: len(leaf) // share] if jnp.ndim(leaf) else leaf, batch)
+        leaves, rest = Leaves(state.params), (batch,) if rng is None else (batch, rng)
+        masters = widen_masters(leaves.trained, state.remainders) | scaling_amaxes(state.amaxes)
+
+        def run(masters: Any, rest: Any) -> None:
+            assert self._call is not None
+            self._call(leaves, state.applied(), masters, rest, interpreter=interpreter)
+
+        jax.eval_shape(run, masters, rest)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._step, name)  # lower, eval_shape, __wrapped__
+
+    def _warn_if_low(self, alarm: ScaleAlarm) -> None:
+        while self._unread and self._unread[0][0].is_ready():  # type: ignore[attr-defined]
+            scale, skipped = self._unread.popleft()
+            if message := alarm.observe(float(scale), falling=bool(skipped)):
+                self._warned = True
+                self._unread.clear()
+                warn_caller(message)
+
+
+def check(result: StepResult, cause: str = "") -> None:
+    """Stops a run that no scale can save, and names the cause if it is known. Reads from the device."""
+    if bool(result.stuck):
+        raise stuck_error(float(result.scale), cause)
+
+
+def _gradient(call: LossFn, leaves: Leaves, applied: Applied, state: State, monitor: Monitor | None) -> Gradient:
+    """Returns a function that differentiates the scaled loss of one micro-batch."""
+
+    def objective(masters: dict[str, Array], part: Any, key: Any) -> tuple[Array, Any]:
+        loss, weight, aux = scalar_loss(call, leaves, applied, masters, part, key)
+        return loss * state.scale.scale, (loss, weight, aux)
+
+    def gradient(masters: dict[str, Array], part: Any, key: Any) -> tuple[Any, Any, Any]:
+        if monitor is None:
+            return *jax.grad(objective, has_aux=True)(masters, part, key), None
+        describe = describer(applied, [*state.names, *modules_of(leaves.names)])
+        grads, others, watched, reported = watched_gradient(
+            objective, masters, (part, key), describe, monitor.slice
+        )
+        monitor.watched, monitor.parameters = watched, tuple(leaves.trained)
+        return grads, others, watched.numbers(reported)
+
+    return gradient
+
+
+def _inputs(state: State) -> tuple[Leaves, Applied, dict[str, Array]]:
+    """Returns the parameters, what the policy means for them, and what the loss function is called on."""
+    check_measured(state)
+    leaves, applied = Leaves(state.params), state.applied()
+    return (
+        leaves,
+        applied,
+        widen_masters(leaves.trained, state.remainders, applied.halves) | scaling_amaxes(state.amaxes),
+    )
+
+
+def replay_gradient(call: LossFn, monitor: Monitor, state: State, batch: Any, rng: Any) -> list[Array]:
+    """Returns whole tensors of a batch, as each layer gets them: for each site of the monitor, and each role."""
+    with jax.default_matmul_precision("highest"):
+        leaves, applied, masters = _inputs(state)
+
+        def objective(masters: dict[str, Array], part: Any, key: Any) -> tuple[Array, None]:
+            return scalar_loss(call, leaves, applied, masters, part, key)[0] * state.scale.scale, None
+
+        describe = describer(applied, [*state.names, *modules_of(leaves.names)])
+        *_, watched, reported = watched_gradient(objective, masters, (batch, rng), describe, SAMPLE, whole=True)
+        monitor.watched, monitor.parameters = watched, tuple(leaves.trained)
+        return reported
+
+
+def _place_copies(state: State, leaves: Leaves, held: Mapping[str, Array], mesh: Mesh | None) -> State:
+    """Copies a state, moments to where their parameters are, and what belongs to none of them to every device.
+
+    With a mesh, all goes to each of its devices. Copies, since a donated state must not take the caller's arrays
+    with it, nor one array twice.
+    """
+
+    def copied(leaf: Any, sharding: Any = None) -> Array:
+        leaf = jnp.asarray(leaf)
+        return jax.device_put(leaf, sharding or leaf.sharding, may_alias=False)
+
+    if mesh is not None:  # from one device to all, `may_alias` does not keep the first from sharing
+        return jax.tree.map(lambda leaf: jax.device_put(jnp.copy(leaf), replicated(mesh)), state)
+    whole = next(iter(held.values())).sharding
+    if isinstance(whole, NamedSharding):
+        whole = NamedSharding(whole.mesh, PartitionSpec())
+    flat, treedef = jax.tree.flatten(state.opt_state)
+    owners = zip(flat, leaves.moments_of(state.opt_state), strict=True)
+    moments = [copied(x, whole if name is None else held[name].sharding) for x, name in owners]
+    return replace(
+        state,
+        params=jax.tree.map(copied, state.params),
+        opt_state=jax.tree.unflatten(treedef, moments),
+        scale=ScaleState(*(copied(x, whole) for x in state.scale)),
+        num_applied=copied(state.num_applied, whole),
+        ema={name: copied(x, held[name].sharding) for name, x in state.ema.items()},
+        remainders={name: copied(x, held[name].sharding) for name, x in state.remainders.items()},
+        amaxes={name: copied(x, whole) for name, x in state.amaxes.items()},
+    )
+
+
+def _scalars(state: ScaleState) -> ScaleState:
+    dtypes = (jnp.float32, jnp.int32, jnp.int32, jnp.bool_)
+    return ScaleState(*(jnp.asarray(value, dtype) for value, dtype in zip(state, dtypes, strict=True)))

@@ -1,1 +1,0 @@
-"""What an audit sees of a training on MLX: formats of operations, weights, what happens to updates."""

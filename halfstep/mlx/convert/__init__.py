@@ -1,0 +1,1 @@
+"""From a policy to modules, parameters and the functions that a model calls."""

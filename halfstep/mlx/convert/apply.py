@@ -1,0 +1,296 @@
+"""From policy to model: gives every module its precision and every parameter its storage format.
+
+`apply` checks that the device can run the policy before it changes anything, and refuses with the reason if it
+cannot: nothing is substituted. Any `mlx.nn` model will do:
+
+    halfstep's own layers              get their precision
+    Linear, Embedding                  multiply and look up in their own precision; weight gradients are fp32
+    RMSNorm, LayerNorm, Softmax, ...   are islands: fp32 inside, compute out
+    MultiHeadAttention                 has fp32 scores and softmax; without a fused kernel, as on a CPU, mx.fast's
+                                       attention rounds scores to the dtype of its inputs
+    other modules that hold arrays     run unchanged, on arrays cast to compute around the call; their gradients
+                                       are in compute before they are widened, and `Applied.changes` says so
+    the model itself                   its floating inputs are cast to compute, its outputs to the loss format
+
+A subclass of one of these counts as another module: it may have another meaning. What a model computes by
+functions, such as `mx.softmax(scores)`, is reached if a role names it, and an fp32 array that meets activations
+does not widen them (functions/). All else runs in the dtype of its inputs; activations that are fp32 nevertheless
+are refused by the next module (layers.py). Frozen parameters, integers and booleans stay unchanged: they have no
+masters.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+
+from halfstep.core.errors import AlreadyPreparedError, PolicyReachError
+from halfstep.core.formats import FP32, Format
+from halfstep.core.policy import Policy
+from halfstep.core.precision import Precision, base_precision, precisions
+from halfstep.core.refusal import check_formats, check_implemented, check_named, check_reach
+from halfstep.core.roles import Accumulator, Operand, Param, Value, is_narrow, print_value
+from halfstep.mlx.convert.functions import reach_functions
+from halfstep.mlx.convert.modules import (
+    ISLANDS,
+    KINDS,
+    Around,
+    Borders,
+    Code,
+    Embedding,
+    LayerNorm,
+    Linear,
+    MultiHeadAttention,
+    RMSNorm,
+    Setting,
+    Whole,
+    own_arrays,
+)
+from halfstep.mlx.convert.places import Place, arrays, public, trainable, walk
+from halfstep.mlx.layers import Layer, Matmul
+from halfstep.mlx.numerics.cast import carried, split
+from halfstep.mlx.numerics.dtypes import dtype_of, pin_matmuls, supported
+from halfstep.mlx.numerics.lowering import NATIVE, casts_of
+
+# The attributes a module gets; none of these is an array, so none is a parameter.
+_ATTRIBUTES = ("casts", "name", "streams", "halfstep", "halfstep_model", "halfstep_masters", "halfstep_watched")
+
+
+class Change(NamedTuple):
+    """How one module was changed."""
+
+    name: str
+    kind: str
+    form: str
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What was done to a model: the modules that changed, and how parameters and moments are held."""
+
+    policy: Policy
+    modules: int
+    masters: dict[str, Param]
+    moments: dict[str, Format]
+    places: dict[str, Place]  # of the parameters that are trained, by name
+    remainders: dict[str, mx.array]  # of split masters: what the bf16 in the model lacks
+    widened: tuple[str, ...]  # parameters that came narrower than they are held
+    frozen: tuple[str, ...]  # floating arrays that are not trained
+    changes: tuple[Change, ...]
+    originals: list[tuple[Module, type, dict[str, Any]]] = field(repr=False)
+
+    def lines(self) -> Iterator[str]:
+        """Describes what was done and why, one line per kind of module and per way a parameter is held."""
+        yield f"{self.policy} on mlx, {mx.default_device()}"
+        forms: dict[tuple[str, str], list[str]] = {}
+        for name, kind, form in self.changes:
+            forms.setdefault((kind, form), []).append(name or "the model")
+        for (kind, form), names in forms.items():
+            yield f"  {len(names)} {kind} ({names[0]}{', ...' if len(names) > 1 else ''}): {form}"
+        held = Counter(map(print_value, self.masters.values()))
+        yield f"  {len(self.masters)} parameters: " + ", ".join(f"{n} held in {how}" for how, n in held.items())
+        if self.widened:
+            yield f"  {len(self.widened)} of them came narrower and were widened: they have fp32 masters now"
+        if self.frozen:
+            yield f"  {len(self.frozen)} more ({self.frozen[0]}, ...) are not trained and stay unchanged"
+
+
+def apply(
+    model: Module, policy: Policy, names: Sequence[str] | None = None, *, cast_inputs: bool = True
+) -> Applied:
+    """Gives a model a policy. `names` are the modules that rules may match, by default all it has."""
+    pin_matmuls(mx.default_device())
+    by_name = check_policy(model, policy, names)
+    places, modules = trainable(model), dict(walk(model))
+    values = policy.resolve([*names_of(model, names), *_loose(places)])
+    originals, changes = _convert(model, modules, policy, by_name, cast_inputs)
+    masters: dict[str, Any] = {name: values[place.owner].values["param"] for name, place in places.items()}
+    moments: dict[str, Any] = {name: values[place.owner].values["moments"] for name, place in places.items()}
+    widened = tuple(n for n, p in places.items() if p.array.dtype != mx.float32 and masters[n].format == FP32)
+    remainders = {}
+    for name, place in places.items():
+        masters[name] = split_matrices_only(masters[name], place.array)
+        held, remainder = hold(place.array.astype(mx.float32), masters[name], policy)
+        place.put(held)
+        if remainder is not None:
+            remainders[name] = remainder
+    others = {name: place.array for name, place in arrays(model).items() if public(name) and name not in places}
+    frozen = tuple(name for name, array in others.items() if mx.issubdtype(array.dtype, mx.floating))
+    return Applied(policy, len(changes), masters, moments, places, remainders, widened, frozen, changes, originals)
+
+
+def check_policy(model: Module, policy: Policy, names: Sequence[str] | None = None) -> dict[str, Precision]:
+    """Refuses a policy that a model, or the default device, cannot run; returns the precision of each module."""
+    _check_unprepared(model)
+    places, modules = trainable(model), dict(walk(model))
+    names = [*names_of(model, names), *_loose(places)]
+    policy.resolve(names)  # refuses rules that match nothing
+    check_implemented(policy, "mlx", _not_implemented)
+    multiplying = [
+        name for name, module in modules.items() if isinstance(module, Matmul) or _kind(module) is Linear
+    ]
+    owners = [place.owner for place in places.values()]
+    computing = [*(name for name, module in modules.items() if _kind(module) is not None), *owners]
+    reach = {"operand": multiplying, "param": owners, "moments": owners, "compute": computing, "grad": computing}
+    check_reach(policy, reach | {"grad_weight": computing})
+    check_supported([base_precision(policy.evaluation()), *precisions(policy.evaluation(), names).values()])
+    by_name = precisions(policy, names)
+    check_supported([base_precision(policy), *by_name.values()])
+    check_named({n: m.named for n, m in modules.items() if isinstance(m, Layer)}, by_name, base_precision(policy))
+    return by_name
+
+
+def hold(wide: mx.array, param: Param, policy: Policy) -> tuple[mx.array, mx.array | None]:
+    """Returns an fp32 master as it is held, rounded to nearest, and the remainder of a split one."""
+    if param.split:
+        return split(wide)
+    if policy.emulate:
+        return carried(wide, param.format), None
+    return wide.astype(dtype_of(param.format)), None
+
+
+def split_matrices_only(param: Param, array: mx.array) -> Param:
+    """Returns how an array is held: gains, biases and scalars are never split."""
+    return replace(param, split=False) if array.ndim < 2 else param
+
+
+def set_precision(model: Module, policy: Policy, names: Sequence[str] | None = None) -> int:
+    """Sets the formats of each module and leaves the parameters alone; returns how many modules there are."""
+    by_name = precisions(policy, [*names_of(model, names), *_loose(trainable(model))])
+    check_supported([base_precision(policy), *by_name.values()])
+    streams = _streams(policy, by_name)
+    modules = [(name, module) for name, module in walk(model) if isinstance(module, Layer | Around | Code)]
+    for name, module in modules:
+        precision = by_name[name] if name else base_precision(policy)
+        if isinstance(module, Layer):
+            module.precision, module.streams = precision, streams
+        else:
+            module.halfstep = replace(module.halfstep, casts=casts_of(precision), streams=streams)
+    if isinstance(model, Whole):
+        model.halfstep_model = _borders(policy, model.halfstep_model.cast_inputs)
+    return len(modules)
+
+
+def restore(converted: Applied) -> None:
+    """Restores every module's own class and attributes. Parameters are not touched."""
+    for module, original, attributes in reversed(converted.originals):
+        module.__class__ = original
+        for name in _ATTRIBUTES:
+            module.__dict__.pop(name, None)
+        module.__dict__.update(attributes)
+
+
+def check_supported(wanted: Sequence[Precision]) -> None:
+    """Refuses what the default device cannot run, with the reason and the alternative that runs."""
+    device = mx.default_device()
+    check_formats(wanted, "MLX", str(device.type).rpartition(".")[2], lambda fmt: supported(fmt, device), NATIVE)
+
+
+def names_of(model: Module, names: Sequence[str] | None) -> list[str]:
+    """Returns the names that rules may match, except those of arrays that the model itself holds."""
+    return list(names) if names is not None else [name for name, _ in walk(model) if name]
+
+
+def _check_unprepared(model: Module) -> None:
+    for name, module in walk(model):
+        if isinstance(module, (Around, Code, Whole, *KINDS.values())):
+            raise AlreadyPreparedError(
+                f"the model has a policy already: `{name or type(module).__name__}` casts",
+                hint="run.unprepare() restores the model",
+            )
+
+
+def _loose(places: dict[str, Place]) -> list[str]:
+    """Returns the parameters that the model itself holds: rules match their own names."""
+    return [name for name, place in places.items() if place.owner == name]
+
+
+def _not_implemented(role: str, value: Value) -> str:
+    if role == "reduce" and value != FP32:
+        return "`reduce=fp32`: gradients travel in fp32"
+    if isinstance(value, Operand) and value.amax == "delayed":
+        return "`current` scales by this step's own amax"
+    if isinstance(value, Accumulator) and value.fast:
+        return "matmuls sum in fp32"
+    return ""
+
+
+def _streams(policy: Policy, by_name: dict[str, Precision]) -> frozenset[mx.Dtype]:
+    return frozenset(casts_of(precision).compute for precision in (base_precision(policy), *by_name.values()))
+
+
+def _convert(
+    model: Module, modules: dict[str, Module], policy: Policy, by_name: dict[str, Precision], cast_inputs: bool
+) -> tuple[list[tuple[Module, type, dict[str, Any]]], tuple[Change, ...]]:
+    """Gives each module the class that casts; returns the originals and how each module was changed."""
+    streams, base = _streams(policy, by_name), base_precision(policy)
+    plans = [(name, module, _kind(module), by_name[name] if name else base) for name, module in modules.items()]
+    for name, _, kind, precision in plans:
+        if kind is MultiHeadAttention and precision.softmax != FP32:
+            raise PolicyReachError(
+                f"softmax={precision.softmax} does not reach `{name}`: nn.MultiHeadAttention computes it in fp32",
+                hint=f"add the rule `{name}: softmax=fp32`",
+            )
+    originals, changes = [], []
+    reach_functions()
+    for name, module, kind, precision in plans:
+        written_by_mlx = type(module).__module__.startswith("mlx.") and not module.children()
+        if kind is None and (module is model or written_by_mlx):
+            continue
+        kind = kind or Code
+        saved = {key: module.__dict__[key] for key in _ATTRIBUTES if key in module.__dict__}
+        role = ISLANDS.get(type(module), "")
+        originals.append((module, type(module), saved))
+        if kind is not Code:
+            changes.append(Change(name, type(module).__name__, _form(role, kind, precision)))
+        if issubclass(kind, Layer):
+            module.__class__ = kind
+            module.precision, module.name, module.streams = precision, name, streams
+        else:
+            module.__class__ = _mixed(kind, type(module))
+            module.halfstep = Setting(name or "the model", casts_of(precision), streams, role)
+    if not isinstance(model, Layer) or type(model) in KINDS.values():
+        saved = {key: model.__dict__[key] for key in _ATTRIBUTES if key in model.__dict__}
+        originals.append((model, type(model), saved))
+        model.__class__ = _mixed(Whole, type(model))
+        model.halfstep_model = _borders(policy, cast_inputs)
+    return originals, tuple(changes)
+
+
+def _borders(policy: Policy, cast_inputs: bool) -> Borders:
+    base = base_precision(policy)
+    return Borders(casts_of(base), casts_of(replace(base, compute=policy.loss)), cast_inputs)
+
+
+def _mixed(mixin: type, own: type) -> type:
+    return type(own.__name__, (mixin, own), {"__module__": own.__module__, "__doc__": own.__doc__})
+
+
+def _kind(module: Module) -> type | None:
+    """Returns the class a module is to have, or `Around` to mix into its own; None leaves it unchanged."""
+    if isinstance(module, Layer):
+        return type(module)
+    if type(module) in KINDS:
+        return KINDS[type(module)]
+    return Around if type(module) in ISLANDS or any(own_arrays(module)) else None
+
+
+def _form(role: str, kind: type, precision: Precision) -> str:
+    fmt, emulated = precision.compute, " (emulated)" if precision.emulate else ""
+    if issubclass(kind, Matmul):
+        return f"multiplies in {precision.operand.format}{emulated}, weight gradients in {precision.grad_weight}"
+    if kind is Embedding:
+        return f"looks up its master and casts rows to {fmt}{emulated}, gradients in {precision.grad_weight}"
+    if kind in (RMSNorm, LayerNorm) or role:
+        return f"is an island: {getattr(precision, role or 'norm')} inside, {fmt} out{emulated}"
+    if kind is MultiHeadAttention:
+        return f"has {precision.softmax} scores and softmax, {fmt} out{emulated}"
+    if kind is not Around:
+        return f"computes in {fmt}{emulated}"
+    inside = f"numbers of {fmt} in fp32" if precision.emulate else str(fmt)
+    gradients = "" if fmt == FP32 else f", their gradients rounded to {fmt} before they are widened"
+    missed = f"; {precision.operand.format} is for matmuls" if is_narrow(precision.operand.format) else ""
+    return f"runs unchanged, as halfstep does not know it; its own arrays are cast to {inside}{gradients}{missed}"

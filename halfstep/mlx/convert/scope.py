@@ -1,0 +1,75 @@
+"""What functions in a model's own code compute in: a scope around the code of a module or a loss function."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal, NamedTuple
+
+import mlx.core as mx
+
+from halfstep.mlx.numerics.lowering import Casts
+
+NARROW = (mx.bfloat16, mx.float16)
+# (function, module, whether the policy reached it, how it ran): what `Run.coverage` lists
+Watch = Callable[[str, str, Literal["covered", "unchanged"], str], None]
+
+
+class Scope(NamedTuple):
+    """Whose code runs, and in what."""
+
+    casts: Casts | None = None  # None: whatever MLX does
+    streams: bool = False  # its activations are in compute, and arrays that they meet do not widen them
+    module: str = ""
+
+
+_OUTSIDE = Scope()
+_SCOPE: ContextVar[Scope] = ContextVar("halfstep_scope", default=_OUTSIDE)
+_WATCH: ContextVar[Watch | None] = ContextVar("halfstep_watch", default=None)
+
+
+def current() -> Scope:
+    """Returns the scope of the code that runs."""
+    return _SCOPE.get()
+
+
+@contextmanager
+def enter_scope(scope: Scope) -> Iterator[None]:
+    """Runs code in a scope."""
+    token = _SCOPE.set(scope)
+    try:
+        yield
+    finally:
+        _SCOPE.reset(token)
+
+
+def scope(casts: Casts | None, module: str | None = None) -> Any:
+    """Says what functions called inside compute in; the code of a module has a stream in compute."""
+    streams = module is not None and casts is not None and not casts.emulate and casts.compute in NARROW
+    return enter_scope(Scope(casts, streams, module or ""))
+
+
+@contextmanager
+def watching(watch: Watch) -> Iterator[None]:
+    """Shows every call inside of a function that a role or a meeting names."""
+    token = _WATCH.set(watch)
+    try:
+        yield
+    finally:
+        _WATCH.reset(token)
+
+
+def note(function: str, why: str, *, reached: bool = True) -> None:
+    """Shows a call to a watcher, if there is one."""
+    if (watch := _WATCH.get()) is not None:
+        watch(function, current().module, "covered" if reached else "unchanged", why)
+
+
+def map_floats(fn: Callable[[mx.array], mx.array], tree: Any) -> Any:
+    """Applies a function to the floating arrays of plain tuples, lists and dicts, and keeps everything else."""
+    if isinstance(tree, mx.array):
+        return fn(tree) if mx.issubdtype(tree.dtype, mx.floating) else tree
+    if type(tree) is dict:
+        return {key: map_floats(fn, value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(map_floats(fn, value) for value in tree)
+    return tree

@@ -1,1 +1,0 @@
-"""The functions that a model's own code calls, and how a policy reaches them."""

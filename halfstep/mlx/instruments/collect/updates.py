@@ -1,0 +1,212 @@
+"""Weights, moments and buffers of a model, and what happens to each update of a weight.
+
+An optimizer of MLX is a Python function of arrays, so what it intended is that function in fp64, on the CPU: its
+own formula with its own state, of any optimizer whose elements do not depend on each other. An update is lost if
+the intended one is not zero, the step was not skipped, and the stored number is the one from before. For an
+optimizer that mixes elements (Muon, Adafactor) every element with a nonzero gradient counts as intended.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.optimizers as mlx_optimizers
+import numpy as np
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
+from numpy.typing import NDArray
+
+from halfstep.core.audit.kinds import buffer_kind, weight_kind
+from halfstep.core.audit.record import Buffer, UpdateCounts, Weight
+from halfstep.core.audit.updates import Intended, count, count_unknown
+from halfstep.core.observed import WEIGHT_COLUMNS
+from halfstep.mlx.convert.places import arrays
+from halfstep.mlx.instruments.collect.operations import format_name
+from halfstep.mlx.optim.optimizers import Optimizer, state_at
+
+ELEMENTWISE = (
+    mlx_optimizers.SGD,
+    mlx_optimizers.RMSprop,
+    mlx_optimizers.Adagrad,
+    mlx_optimizers.AdaDelta,
+    mlx_optimizers.Adam,  # and AdamW, Adamax, which are Adams
+    mlx_optimizers.Lion,
+)
+# Whose decay is apart from the gradient: w (1 - rate decay).
+_DECOUPLED = (mlx_optimizers.AdamW, mlx_optimizers.Lion)
+PART = 65_536  # elements of a tensor that stand for all
+
+
+def cut(array: mx.array) -> mx.array:
+    """Returns the part of an array that stands for it."""
+    return array.reshape(-1)[:PART]
+
+
+def weights_of(model: Module, optimizers: Sequence[Optimizer]) -> tuple[list[Weight], list[Buffer]]:
+    """Returns what a model holds, as its optimizers see it after their first step."""
+    trained: dict[str, mx.array] = dict(tree_flatten(model.filter_and_map(Module.trainable_parameter_filter)))
+    known: dict[str, mx.array] = dict(tree_flatten(model.filter_and_map(Module.valid_parameter_filter)))
+    weights, buffers = [], []
+    for name, place in arrays(model).items():
+        array = place.array
+        if not mx.issubdtype(array.dtype, mx.floating):
+            continue
+        kind = buffer_kind(name)
+        if name not in known or (name not in trained and kind == "running"):
+            buffers.append(Buffer(name, format_name(array.dtype), kind))
+            continue
+        owner = owner_of(optimizers, name) if name in trained else None
+        moments = {} if owner is None else moments_of(owner, name, array.shape)
+        weights.append(
+            Weight(
+                name,
+                format_name(array.dtype),
+                list(array.shape),
+                trainable=name in trained,
+                kind=weight_kind(name, array.shape, type(place.module).__name__),
+                optimizer=None if owner is None else type(owner).__name__,
+                moments={key: format_name(each.dtype) for key, each in moments.items()},
+            )
+        )
+    return weights, buffers
+
+
+def owner_of(optimizers: Sequence[Optimizer], name: str) -> Optimizer | None:
+    """Returns the optimizer that owns a parameter."""
+    return next((each for each in optimizers if state_at(each.state, name) is not None), None)
+
+
+def moments_of(optimizer: Optimizer, name: str, shape: tuple[int, ...]) -> dict[str, mx.array]:
+    """Returns what an optimizer keeps of a parameter, in the parameter's shape."""
+    state = state_at(optimizer.state, name) or {}
+    return {k: v for k, v in state.items() if isinstance(v, mx.array) and tuple(v.shape) == tuple(shape)}
+
+
+def intended(
+    optimizer: Optimizer, gradient: mx.array, before: mx.array, moments: Mapping[str, mx.array]
+) -> mx.array | None:
+    """Returns the update in fp64, by an optimizer that has just made it; None if its elements are not independent.
+
+    `moments` and `before` are from before the step; rate and count are those of the optimizer now.
+    """
+    if not isinstance(optimizer, ELEMENTWISE):
+        return None
+    with mx.stream(mx.cpu):  # type: ignore[arg-type]
+        wide = {name: array.astype(mx.float64) for name, array in moments.items()}
+        start = before.astype(mx.float64)
+        return optimizer.apply_single(gradient.astype(mx.float64), start, wide) - start
+
+
+def decay_of(optimizer: Optimizer) -> mx.array | None:
+    """Returns the share that an optimizer takes of each weight, if that is apart from its update."""
+    if not isinstance(optimizer, _DECOUPLED) or not optimizer.weight_decay:
+        return None
+    return optimizer.learning_rate * optimizer.weight_decay  # type: ignore[no-any-return]
+
+
+class Before(NamedTuple):
+    """A part of a weight and of its moments, before a step."""
+
+    weight: mx.array
+    moments: dict[str, mx.array]
+    optimizer: Optimizer | None
+
+
+class Update(NamedTuple):
+    """One step of a part of one weight."""
+
+    before: mx.array
+    after: mx.array
+    gradient: mx.array  # of the loss: without scale and clip
+    intended: mx.array | None  # in fp64, decay included; None if the optimizer mixes elements
+    decay: mx.array | None  # the share of the weight that decay takes
+
+
+def before_step(
+    parts: Mapping[str, mx.array], cut: Callable[[mx.array], mx.array], optimizers: Sequence[Optimizer]
+) -> dict[str, Before]:
+    """Keeps parts of weights, and the same parts of their moments."""
+    kept = {}
+    for name, part in parts.items():
+        owner = owner_of(optimizers, name)
+        state = {} if owner is None else state_at(owner.state, name)
+        moments = {key: cut(each) for key, each in state.items() if isinstance(each, mx.array)}
+        kept[name] = Before(part, moments, owner)
+    return kept
+
+
+def after_step(before: Before, after: mx.array, gradient: mx.array, clip: mx.array | float = 1.0) -> Update:
+    """Returns the step that the optimizers have just made; they saw the gradient times `clip`."""
+    start, moments, owner = before
+    if owner is None:
+        return Update(start, after, gradient, None, None)
+    meant = intended(owner, gradient * clip, start, moments)
+    return Update(start, after, gradient, meant, decay_of(owner))
+
+
+class UpdateNumbers:
+    """The numbers of one update: of slices of the weights of each layer."""
+
+    def __init__(self, parameters: Sequence[Sequence[str]], slice: int):
+        self._parameters, self._slice = parameters, slice
+        self._started: dict[str, Before] = {}
+        self.updates: dict[str, Update] = {}
+        self.finite = mx.array(True)
+
+    def start(self, weights: Callable[[str, int], mx.array], optimizers: Sequence[Optimizer]) -> None:
+        """Keeps slices of weights, as fp32 numbers, and of moments, before the update."""
+        parts = {name: weights(name, self._slice) for names in self._parameters for name in names}
+        self._started = before_step(parts, self._cut, optimizers)
+
+    def end(
+        self,
+        weights: Callable[[str, int], mx.array],
+        gradients: Mapping[str, mx.array],
+        unscale: mx.array,
+        clip: mx.array,
+        finite: mx.array,
+    ) -> None:
+        """Keeps them after it; `unscale` makes gradients those of the loss, `clip` those the optimizer saw."""
+        for name, before in self._started.items():
+            gradient = self._cut(gradients[name]).astype(mx.float32) * unscale
+            self.updates[name] = after_step(before, weights(name, self._slice), gradient, clip)
+        self.finite, self._started = finite, {}
+        mx.async_eval([each for update in self.updates.values() for each in update if each is not None], finite)
+
+    def read(self) -> NDArray[np.floating[Any]]:
+        """Returns (layers, WEIGHT_COLUMNS); NaN where there is nothing to say."""
+        return np.array([self._row(names) for names in self._parameters]).reshape(-1, len(WEIGHT_COLUMNS))
+
+    def _row(self, names: Sequence[str]) -> list[float]:
+        if not names or not self.updates:
+            return [np.nan] * len(WEIGHT_COLUMNS)
+        seen = [self.updates[name] for name in names]
+        meant = np.concatenate([np.array(u.gradient if u.intended is None else u.intended) for u in seen]) != 0
+        before, after, gradient = (
+            np.concatenate([np.array(update[i], np.float64) for update in seen]) for i in range(3)
+        )
+        lost = np.count_nonzero(meant & (before == after))
+        share = lost / meant.sum() if meant.any() and self.finite.item() else np.nan
+        return [*(float(np.linalg.norm(each)) for each in (after, gradient, after - before)), share]
+
+    def _cut(self, array: mx.array) -> mx.array:
+        return array.reshape(-1)[: self._slice]
+
+
+def counts_of(update: Update, format: str) -> UpdateCounts:
+    """Returns the counts of one step of one weight, stored in `format`."""
+    before, after, gradient = (np.array(each.astype(mx.float32)).astype(np.float64) for each in update[:3])
+    if update.intended is None:
+        return count_unknown(before, after, gradient)
+    meant, decay = np.array(update.intended), None
+    if update.decay is not None:
+        decay = -float(update.decay) * before
+        meant = meant - decay
+        meant[np.abs(meant) < 2.0**-50 * np.abs(before)] = 0  # what fp64 leaves of w (1 - rate decay) - w
+    return count(before, after, Intended(meant, decay), format, gradient)
+
+
+def finite_or_none(value: Any) -> float | None:
+    """Returns a loss as records hold it: None if it is not finite."""
+    number = float(value)
+    return number if np.isfinite(number) else None

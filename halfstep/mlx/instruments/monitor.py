@@ -1,0 +1,220 @@
+"""What a monitor of a run knows: which layers there are, what their numbers have been, what a sample shows.
+
+The numbers of a pass are computed at its end, in one go for all layers: slices are stacked, and compared with the
+limits of each one's format (core.observed). Two arrays hold what the passes so far have counted.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten, tree_map
+from numpy.typing import NDArray
+
+from halfstep.core.arrays.layer_numbers import LayerNumbers, name_numbers, table
+from halfstep.core.observed import AMAX, COLUMNS, ROLES, SAMPLED_ROLES, LayerInfo, Observation, Sample, limits
+from halfstep.core.precision import Precision
+from halfstep.core.roles import is_narrow, print_value
+from halfstep.mlx.convert.modules import Around, Embedding, LayerNorm, RMSNorm
+from halfstep.mlx.convert.places import walk
+from halfstep.mlx.instruments.collect.updates import UpdateNumbers
+from halfstep.mlx.instruments.recording import Numbers, Recorder, Seen, show
+from halfstep.mlx.layers import Layer, Matmul, Norm
+from halfstep.mlx.model import Embedding as Table
+from halfstep.mlx.model import HeadNorm
+from halfstep.mlx.numerics.cast import scale_for
+
+SAMPLE = 65_536  # elements of each tensor that a sample looks at, in whole rows
+_ALL = 2**31 - 1  # the most rows that a slice can have
+NEVER = 2**62  # updates between two copies, if the caller makes them
+_COUNTS = [column for column in range(len(COLUMNS)) if column != AMAX]
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Numbers that the device is still computing."""
+
+    amax: mx.array
+    counts: mx.array
+
+    def read(self) -> NDArray[np.floating[Any]]:
+        """Returns (layers, roles, columns); waits for the passes they are of."""
+        numbers = np.zeros((*self.amax.shape, len(COLUMNS)))
+        numbers[..., AMAX], numbers[..., _COUNTS] = np.array(self.amax), np.array(self.counts)
+        return numbers.reshape(-1, len(ROLES), len(COLUMNS))
+
+
+class Monitor:
+    """Watches the layers of a prepared model. `Run.monitor` makes one."""
+
+    def __init__(self, run: Any, every: int, slice: int):
+        self.every, self.slice, self.masters = every, slice, run.masters
+        self._run, self._updates = run, 0
+        self._copy: tuple[Unread, UpdateNumbers] | None = None  # the last
+        self._next: UpdateNumbers | None = None  # of the update that is made now, if a copy is due after it
+        self.layers: list[LayerInfo] = []
+        self.parameters: list[list[str]] = []  # of each layer, by name
+        by_module: dict[int, list[str]] = {}
+        for name, place in run.conversion.places.items():
+            by_module.setdefault(id(place.module), []).append(name)
+        for name, module in walk(run.model):
+            if kind := layer_kind(module):
+                self._watch(name or type(module).__name__, module, kind, by_module.get(id(module), []))
+        self._amax, self._counts = self._zeros()
+
+    def layer_numbers(self) -> Unread:
+        """Returns what the passes since the last call have counted, unread."""
+        unread = Unread(self._amax, self._counts)
+        self._amax, self._counts = self._zeros()
+        return unread
+
+    def weight_numbers(self) -> UpdateNumbers:
+        """Measures the next update; read the numbers after it."""
+        numbers = UpdateNumbers(self.parameters, self.slice)
+        self._run.watch_update(numbers)
+        return numbers
+
+    def numbers(self) -> list[LayerNumbers]:
+        """Returns the numbers of the last copy, waiting for its update; empty before the first."""
+        return [] if self._copy is None else name_numbers(self.layers, *(each.read() for each in self._copy))
+
+    def __str__(self) -> str:
+        return "\n".join(table(self.numbers())) or f"no numbers yet: they come every {self.every} updates"
+
+    # --- what the run calls
+
+    def recorder(self) -> Recorder:
+        """Returns what sees a slice of each array of the next pass."""
+        return Recorder(self.slice)
+
+    def before_update(self) -> None:
+        """Measures this update if a copy is due after it."""
+        self._updates += 1
+        self._next = self.weight_numbers() if self._updates % self.every == 0 else None
+
+    def after_update(self) -> None:
+        """Makes the copy that is due."""
+        if self._next is not None:
+            self._copy = self.layer_numbers(), self._next
+
+    def merge(self, counted: tuple[mx.array, mx.array]) -> None:
+        """Adds the numbers of a pass."""
+        self._amax, self._counts = mx.maximum(self._amax, counted[0]), self._counts + counted[1]
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What is to be evaluated with a pass, so that no graph grows from step to step."""
+        return [self._amax, self._counts]
+
+    def count(self, recorder: Recorder) -> tuple[mx.array, mx.array]:
+        """Returns the numbers of a pass: amax of each layer and role, and their counts."""
+        amax, counts = self._zeros()
+        if not recorder.seen:
+            return amax, counts
+        flat = [seen.array.reshape(-1)[: self.slice].astype(mx.float32) for seen in recorder.seen]
+        # Zeros fill up what is shorter: they count as nothing.
+        x = mx.abs(mx.stack([mx.pad(each, (0, self.slice - each.size)) for each in flat]))
+        formats = [self.layers[seen.layer].format(ROLES[seen.role]) for seen in recorder.seen]
+        nonzero, largest = x != 0, mx.where(x < np.inf, x, 0.0).max(axis=1)
+        for fmt in {fmt for fmt in formats if is_narrow(fmt)}:
+            chosen = mx.array([each == fmt for each in formats])
+            x = x * mx.where(chosen, scale_for(largest, fmt), 1.0)[:, None]
+        over, under, small = (mx.array(column)[:, None] for column in zip(*map(limits, formats), strict=True))
+        inside = [mx.logical_not(x < over), nonzero & (x <= under), (x > under) & (x < small)]
+        sizes = mx.array([each.size for each in flat], mx.int32)
+        rows = mx.stack([sizes, *(each.sum(axis=1).astype(mx.int32) for each in inside)], axis=1)
+        index = mx.array([seen.layer * len(ROLES) + seen.role for seen in recorder.seen])
+        return amax.at[index].maximum(largest), counts.at[index].add(rows)
+
+    def arrays_of_pass(self, loss_fn: Any, batch: Any) -> list[tuple[str, str, mx.array]]:
+        """Runs a batch again and returns what each layer meets, whole and in order: (layer, role, array)."""
+        seen = self._replay(loss_fn, batch, _ALL)
+        return [(self.layers[each.layer].name, ROLES[each.role], each.array) for each in seen]
+
+    def sample(self, loss_fn: Any, batch: Any, share: float = 1 / 16) -> dict[str, dict[str, Sample]]:
+        """Runs at most a `share` of a batch again, at least one row, and describes {layer: {role: what it met}}.
+
+        Rows are those of the first dimension of the arrays in the batch. Random state, gradients and running
+        statistics are as before. Of each tensor, and of the weights, the first 65,536 elements are looked at.
+        """
+        observed: dict[tuple[int, str], Observation] = {}
+        for seen in self._replay(loss_fn, first_rows(batch, share), SAMPLE):
+            self._observe(observed, seen.layer, ROLES[seen.role], seen.array)
+        for layer, names in enumerate(self.parameters):
+            for name in names[:1]:  # the weight: a bias is another matter
+                array = self.masters.places[name].array
+                width = array.shape[-1] if array.ndim else 1
+                rows = max(1, min(array.size, SAMPLE) // width)
+                self._observe(observed, layer, "weight", self.masters.part(name, rows * width).reshape(-1, width))
+        samples: dict[str, dict[str, Sample]] = {info.name: {} for info in self.layers}
+        for (layer, role), observation in observed.items():
+            samples[self.layers[layer].name][role] = observation.sample()
+        return samples
+
+    def _replay(self, loss_fn: Any, batch: Any, size: int) -> list[Seen]:
+        recorder = Recorder(size)
+        self._run.replay(loss_fn, batch, recorder)
+        mx.eval([seen.array for seen in recorder.seen])
+        return recorder.seen
+
+    def _observe(self, observed: dict[tuple[int, str], Observation], layer: int, role: str, x: mx.array) -> None:
+        values = np.array(x.astype(mx.float32))
+        observation = Observation.of(values, self.layers[layer].format(role))
+        before = observed.get((layer, role))
+        observed[layer, role] = observation if before is None else before + observation
+
+    def _watch(self, name: str, module: Any, kind: str, parameters: list[str]) -> None:
+        precision = precision_of(module)
+        held = self.masters.held[parameters[0]].format if parameters else precision.compute
+        layer, is_head = len(self.layers), isinstance(module, Embedding)
+        self._add(name, kind, precision, str(held), parameters)
+        if is_head:
+            self._add(f"{name}.as_linear", "matmul", precision, str(held), [])
+        show(module, Numbers(layer, layer + 1 if is_head else None, kind == "embedding"))
+
+    def _add(self, name: str, kind: str, precision: Precision, weight: str, parameters: list[str]) -> None:
+        operands = precision.operands if kind == "matmul" else ()
+        narrow = [operand if is_narrow(operand.format) else None for operand in operands] or [None, None]
+        given = (precision.compute, precision.grad)
+        roles = [str(fmt) if each is None else print_value(each) for fmt, each in zip(given, narrow, strict=True)]
+        self.layers.append(LayerInfo(name, kind, dict(zip(SAMPLED_ROLES, (*roles, weight), strict=True))))
+        self.parameters.append(parameters)
+
+    def _zeros(self) -> tuple[mx.array, mx.array]:
+        rows = len(self.layers) * len(ROLES)
+        return mx.zeros(rows), mx.zeros((rows, len(_COUNTS)), mx.int32)
+
+
+def layer_kind(module: Module) -> str:
+    """Returns what a layer is; empty for what is not watched: blocks, and what has neither weights nor a role."""
+    if isinstance(module, Matmul):
+        return "matmul"
+    if isinstance(module, Norm | HeadNorm | RMSNorm | LayerNorm):
+        return "norm"
+    if isinstance(module, Embedding | Table):
+        return "embedding"
+    if isinstance(module, Around) and not module.children():
+        return {"": "other", "norm": "norm"}.get(module.halfstep.role, "")
+    return ""
+
+
+def precision_of(module: Any) -> Precision:
+    """Returns the formats of a layer that a policy was given to."""
+    return (module.casts if isinstance(module, Layer) else module.halfstep.casts).precision  # type: ignore[no-any-return]
+
+
+def first_rows(batch: Any, share: float) -> Any:
+    """Returns a share of the rows of a batch, at least one: of all its arrays that have as many as the first."""
+    leaves: Any = tree_flatten(batch)
+    sizes = [array.shape[0] for _, array in leaves if isinstance(array, mx.array) and array.ndim]
+    if not sizes:
+        return batch
+    kept = max(1, int(sizes[0] * share))
+
+    def cut(value: Any) -> Any:
+        has_rows = isinstance(value, mx.array) and value.ndim and value.shape[0] == sizes[0]
+        return value[:kept] if has_rows else value
+
+    return tree_map(cut, batch)

@@ -1,0 +1,68 @@
+"""Finds the layer that made a step not finite. MLX shows what layers meet, not each operation: none is named.
+
+Forward, the cause lies between the last layer that was given finite numbers and the first that was not. Backward,
+what left the layer whose gradient is the first that is not finite in the order of the pass.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from halfstep.core.audit.cause import Cause
+
+Met = Sequence[tuple[str, str, mx.array]]
+"""What the layers of a pass met, in its order: layer, role (core.observed.ROLES), array."""
+
+
+def find(run: Any, loss_fn: Any, micro_batches: Sequence[Any], factor: float) -> Cause:
+    """Runs a step again, its losses times a factor, and returns what made it not finite, as far as it can tell."""
+
+    def scaled(model: Any, batch: Any) -> Any:
+        loss, *rest = _as_tuple(loss_fn(model, batch))
+        return (loss * factor, *rest) if rest else loss * factor
+
+    with run.masters.swap_in():
+        parameters: Any = tree_flatten(run.model.parameters())
+        cause = _bad_weight(parameters)
+        losses = [_as_tuple(loss_fn(run.model, batch))[0] for batch in micro_batches]
+    for number, (batch, loss) in enumerate(zip(micro_batches, losses, strict=True)):
+        met = [] if run.watching is None else run.watching.arrays_of_pass(scaled, batch)
+        cause = cause or _in_pass(loss, met, number)
+    return cause or Cause("backward", "the loss is finite, a gradient is not")
+
+
+def _as_tuple(returned: Any) -> tuple[Any, ...]:
+    return returned if isinstance(returned, tuple) else (returned,)
+
+
+def _bad_weight(parameters: Iterable[tuple[str, mx.array]]) -> Cause | None:
+    """Returns the first weight that is not finite, as a cause."""
+    for name, array in parameters:
+        if not _fine(array):
+            return Cause("forward", f"the weight `{name}` itself", name.rpartition(".")[0])
+    return None
+
+
+def _in_pass(loss: mx.array, met: Met, micro_batch: int) -> Cause | None:
+    """Returns the first layer of a pass that met something not finite, as a cause; None if none did."""
+    before = ""
+    for name, role, array in met:
+        if role != "activation":
+            continue
+        if not _fine(array):
+            what = f"{before or 'what is'} before `{name}`, which is given it"
+            return Cause("forward", what, before, micro_batch=micro_batch)
+        before = name
+    if not _fine(loss):
+        what = f"the loss, after `{before}`" if before else "the loss"
+        return Cause("forward", what, before, micro_batch=micro_batch)
+    for name, role, array in met:
+        if role == "gradient" and not _fine(array):
+            return Cause("backward", f"gradient of the output of `{name}`", name, micro_batch=micro_batch)
+    return None
+
+
+def _fine(array: mx.array) -> bool:
+    return bool(mx.isfinite(array).all().item())

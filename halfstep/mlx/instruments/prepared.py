@@ -1,0 +1,68 @@
+"""The audit of a prepared run: its formats are those of its policy, which its layers do not leave."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlx.nn.layers.base import Module
+
+from halfstep.core.audit.record import Operation, Record
+from halfstep.core.policy import Policy
+from halfstep.mlx.convert.places import walk
+from halfstep.mlx.instruments.collect.updates import PART, UpdateNumbers, counts_of, finite_or_none, weights_of
+from halfstep.mlx.instruments.monitor import layer_kind, precision_of
+from halfstep.mlx.optim.masters import Masters
+from halfstep.mlx.optim.optimizers import Optimizer
+
+
+def prepared_record(model: Module, masters: Masters, optimizers: Sequence[Optimizer]) -> Record:
+    """Returns what is known without a step."""
+    policy = masters.policy
+    record = Record("prepared", framework="mlx", policy=str(policy))
+    record.weights, record.buffers = weights_of(model, optimizers)
+    for weight in record.weights:
+        if weight.name in masters.held:
+            held = masters.held[weight.name]
+            weight.master, weight.stochastic = str(held.format), held.stochastic
+    record.operations = [*_layers(model), *_functions(policy)]
+    return record
+
+
+def audit_updates(run: Any, record: Record, loss_fn: Any, batch: Any, steps: int) -> None:
+    """Makes `steps` updates of a run, adds to the record what each weight lost, and restores the run."""
+    saved, record.updates = run.state_dict(), steps
+    weights = {weight.name: weight for weight in record.weights if weight.name in run.masters.places}
+    try:
+        for _ in range(steps):
+            numbers = UpdateNumbers([list(weights)], PART)
+            run.watch_update(numbers)
+            result = run.step(loss_fn, [batch])
+            record.losses.append(finite_or_none(result.loss))
+            for name, update in numbers.updates.items() if not result.skipped.item() else ():
+                counts = counts_of(update, str(run.masters.held[name].format))
+                before = weights[name].updates
+                weights[name].updates = counts if before is None else before.merge(counts)
+    finally:
+        run.load_state_dict(saved)
+
+
+def _layers(model: Module) -> list[Operation]:
+    operations = []
+    for name, module in walk(model):
+        kind = layer_kind(module)
+        if kind in ("norm", "matmul"):
+            precision = precision_of(module)
+            inside = precision.norm if kind == "norm" else precision.operand.format
+            gain = ["fp32"] if kind == "norm" else []
+            formats = [str(precision.compute), *gain]
+            operations.append(
+                Operation(name, kind, formats, [str(precision.compute)], str(inside), count=1)  # type: ignore[arg-type]
+            )
+    return operations
+
+
+def _functions(policy: Policy) -> list[Operation]:
+    compute, loss = str(policy.compute.format), str(policy.loss)
+    return [
+        Operation("", "softmax", [compute], [compute], str(policy.softmax), count=1),
+        Operation("", "loss", [loss], [loss], loss, count=1),
+    ]

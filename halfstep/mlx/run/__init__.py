@@ -1,1 +1,0 @@
-"""What surrounds a step: the checks of what users hand over."""

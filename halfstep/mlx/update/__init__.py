@@ -1,0 +1,1 @@
+"""What makes an update, and the checks of what users hand over."""

@@ -1,1 +1,0 @@
-"""The race: recipes that train one model in turn, in one run."""

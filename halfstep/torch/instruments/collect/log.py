@@ -1,0 +1,346 @@
+"""The log of a training loop: what it did, in order, and to which tensors. Hooks write it, `record` returns it.
+
+Nothing computed here reaches the script. Numbers on a device stay there until the record is made, so that no hook
+waits for the device; expensive statistics (updates.py, formats.py) are of a few updates only.
+"""
+
+import math
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from statistics import median
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.core.audit.record import Buffer, Call, CheckpointFacts, Record, Sync, Weight
+from halfstep.torch.instruments.collect.formats import Formats
+from halfstep.torch.instruments.collect.models import (
+    copied_models,
+    full_name,
+    models_of,
+    names_of,
+    params_of,
+    unwrapped,
+    version_of,
+)
+from halfstep.torch.instruments.collect.places import place
+from halfstep.torch.instruments.collect.tensors import format_name, local
+from halfstep.torch.instruments.collect.updates import UpdateWatch
+from halfstep.torch.instruments.collect.weights import buffers_of, weights_of
+
+# Statistics take at most this share of the script's time, but always cover the first updates: a rule on adapters
+# needs three of them, however long they take.
+SHARE, FIRST = 0.2, 3
+
+
+@dataclass(eq=False)
+class TrackedOptimizer:
+    """What is known of one optimizer."""
+
+    name: str
+    place: str | None
+    steps: int = 0  # skipped ones included
+    micro: int = 0  # how many backward passes its gradients are the sum of
+    scaled: bool = False  # its gradients are those of a scaled loss, and no scaler has unscaled them
+    probe: tuple[Tensor, Tensor] | None = None  # a parameter, and a part of its gradient after backward
+    ratio: Any = 1.0  # what the script itself has divided the gradients by since then
+    grad_formats: dict[int, str] = field(default_factory=dict)  # by id of a parameter
+    version: int | None = None  # of its first parameter, after its last step or at the last zeroing
+
+    def restart(self) -> None:
+        """Resets what is known of the gradients, when they have been used or set to zero."""
+        self.micro, self.scaled, self.probe, self.ratio = 0, False, None, 1.0
+
+
+class TrainingLog:
+    """Everything that a process has done so far in training."""
+
+    def __init__(
+        self,
+        formats: Formats | None = None,
+        *,
+        steps: int | None = None,
+        end: Callable[[], None] = lambda: None,
+        on_update: Callable[[int], None] = lambda updates: None,
+        share: float = SHARE,
+    ):
+        self.formats, self.share = formats, share
+        self.steps, self.end, self.on_update = steps, end, on_update
+        self.forget()
+
+    def forget(self) -> None:
+        """Empties the log."""
+        self.rank = 0
+        self.optimizers: weakref.WeakKeyDictionary[Optimizer, TrackedOptimizer] = weakref.WeakKeyDictionary()
+        self.calls: list[Call] = []
+        self.losses: list[Tensor] = []
+        self.scalers: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self.models: dict[str, nn.Module] = {}
+        self.names: dict[int, str] = {}
+        self.lost_updates = UpdateWatch()
+        self.trainer: Any = None  # of transformers
+        self.saves: list[CheckpointFacts] = []
+        self.syncs: dict[tuple[str, str], list[int]] = {}  # how many in each update, by place and kind
+        self.unseen: dict[str, None] = {}  # in order, each once
+        self.regions = 0  # autocast regions entered so far
+        self.scaled_losses = 0  # scaled losses that have had no backward pass yet
+        self.scaler_steps = 0  # calls of GradScaler.step that are running
+        self.library_depth = 0  # nested calls of torch that are running: what they do is not the user's doing
+        self._later: list[tuple[Tensor, Callable[[Tensor], None]]] = []
+        self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stepped: set[Optimizer] = set()  # kept for the record; one that never stepped may be dropped
+        self._sampling: set[Optimizer] = set()
+        self._spent, self._began = 0.0, 0.0
+
+    @property
+    def updates(self) -> int:
+        """How many updates there were, those skipped by a scaler included."""
+        return max((each.steps for each in self.optimizers.values()), default=0)
+
+    def add_call(self, what: Any, target: str | None = None, **facts: Any) -> Call:
+        """Adds something that the loop did."""
+        facts.setdefault("place", place())
+        facts.setdefault("update", self.updates)
+        call = Call(what, target=target, **facts)
+        self.calls.append(call)
+        return call
+
+    def add_number(self, call: Call, name: str, value: Any) -> None:
+        """Adds a number to a call; a number on a device is read when the record is made."""
+        if isinstance(value, Tensor):
+            self.read_later(value, lambda known: call.numbers.__setitem__(name, float(known)))
+        elif value is not None:
+            call.numbers[name] = float(value)
+
+    def read_later(self, value: Tensor, use: Callable[[Tensor], None]) -> None:
+        """Copies a small tensor, and passes the copy to `use` on the host when the record is made."""
+        self._later.append((local(value.detach()).clone(), use))
+
+    def add_losses(self, outputs: Any) -> None:
+        """Keeps those tensors that are losses, which have one element."""
+        tensors = outputs if isinstance(outputs, list | tuple) else [outputs]
+        losses = [each for each in tensors if isinstance(each, Tensor) and each.numel() == 1]
+        self.losses += [local(each.detach()).clone() for each in losses]
+
+    @contextmanager
+    def library_call(self) -> Iterator[None]:
+        """Inside, torch is at work: waiting for the device is not counted as the user's doing."""
+        self.library_depth += 1
+        try:
+            yield
+        finally:
+            self.library_depth -= 1
+
+    def track(self, optimizer: Optimizer) -> TrackedOptimizer:
+        """Returns what is known of an optimizer, and begins to track a new one."""
+        optimizer = unwrapped(optimizer)
+        if optimizer not in self.optimizers:
+            kind = type(optimizer).__name__
+            same = sum(each.name.split(" ")[0] == kind for each in self.optimizers.values())
+            self.optimizers[optimizer] = TrackedOptimizer(kind if not same else f"{kind} {same + 1}", place())
+        return self.optimizers[optimizer]
+
+    def name_scaler(self, scaler: Any) -> str:
+        """Returns the name of a loss scaler."""
+        if scaler not in self.scalers:
+            kind = type(scaler).__name__
+            self.scalers[scaler] = kind if not self.scalers else f"{kind} {len(self.scalers) + 1}"
+        return self.scalers[scaler]
+
+    # Models
+
+    def find_models(self) -> None:
+        """Looks for the models, and begins to watch their formats, if there is a new optimizer."""
+        if all(each in self._named for each in self.optimizers):
+            return
+        self._named = weakref.WeakSet(self.optimizers)
+        self.models = models_of([p for each in self.optimizers for p in params_of(each)])
+        self.names = names_of(self.models)
+        for optimizer, tracked in self.optimizers.items():
+            unnamed = [p for p in params_of(optimizer) if id(p) not in self.names]
+            if unnamed and len(unnamed) == len(params_of(optimizer)):
+                self._find_copied(tracked, unnamed)
+            else:
+                self.names |= {id(p): f"{tracked.name}.{i}" for i, p in enumerate(unnamed)}
+        if self.formats is not None:
+            self.formats.start(self.models)
+
+    def _find_copied(self, tracked: TrackedOptimizer, params: list[Tensor]) -> None:
+        for name, model in copied_models(params).items():
+            self.models[name or type(model).__name__ if self.models else ""] = model
+            trained = [n for n, p in model.named_parameters() if p.requires_grad]
+            self.names |= {id(p): n for p, n in zip(params, trained, strict=True)}
+            return
+        self.names |= {id(p): f"{tracked.name}.{i}" for i, p in enumerate(params)}
+
+    # Updates
+
+    def check_end(self, tracked: TrackedOptimizer) -> None:
+        """Ends the script when it begins an update beyond the limit: every update before it is complete."""
+        if self.steps is not None and tracked.steps >= self.steps:
+            self.end()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Copies what a step will change, unless the share of time is spent; ends the script at its limit."""
+        tracked = self.track(optimizer)
+        self.check_end(tracked)
+        if not tracked.steps:
+            self.rank = rank_of_process()
+            self.trainer = self.trainer or trainer_of(sys._getframe())
+        self._began = self._began or time.perf_counter()
+        tracked.grad_formats |= {
+            id(p): format_name(p.grad.dtype) for p in params_of(optimizer) if p.grad is not None
+        }
+        elapsed = time.perf_counter() - self._began
+        if tracked.steps < FIRST or self._spent <= self.share * elapsed:
+            self.find_models()
+            self._sampling.add(optimizer)
+            with self._timed():
+                self.lost_updates.before(optimizer)
+
+    def after_step(self, optimizer: Optimizer, skipped: bool | Tensor) -> None:
+        """Counts an update and examines its effect; `skipped` may still be on the device."""
+        tracked = self.track(optimizer)
+        tracked.steps += 1
+        tracked.restart()
+        tracked.version = version_of(optimizer)
+        self._stepped.add(optimizer)
+        if optimizer in self._sampling:
+            self._sampling.discard(optimizer)
+            with self._timed():
+                self.lost_updates.after(optimizer)
+                if self.formats is not None:
+                    self.formats.after_step(bool(skipped))
+        if tracked.steps == self.updates:
+            self.on_update(tracked.steps)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        with self.library_call():
+            yield
+        self._spent += time.perf_counter() - began
+
+    # The record
+
+    def record(self) -> Record:
+        """Returns everything logged so far."""
+        with self.library_call():
+            self.find_models()
+            for value, use in self._later:
+                use(value.cpu())
+            self._later.clear()
+            record = Record(source="script", rank=self.rank, updates=self.updates, calls=list(self.calls))
+            record.switches = self._switches()
+            record.weights = list(self._weights())
+            record.buffers = list(self._buffers())
+            losses = [float(loss) for loss in self.losses]
+            record.losses = [loss if math.isfinite(loss) else None for loss in losses]
+            record.syncs = self._syncs()
+            record.checkpoints = self._saves()
+            if self.trainer is not None:
+                record.switches["nan_filter"] = bool(self.trainer.args.logging_nan_inf_filter)
+                logged = [entry["loss"] for entry in self.trainer.state.log_history if "loss" in entry]
+                record.logged = [value if math.isfinite(value) else None for value in map(float, logged)]
+            if self.formats is not None:
+                self.formats.fill(record)
+            record.unseen += [*self.unseen, *self._unseen()]
+        return record
+
+    def _weights(self) -> Iterable[Weight]:
+        tracked = {id(p): its for each, its in self.optimizers.items() for p in params_of(each)}
+        by_name = {self.names[key]: (key, its) for key, its in tracked.items() if key in self.names}
+        for name, model in self.models.items():
+            for weight in weights_of(model, self.optimizers, self.lost_updates):
+                weight.name = full_name(name, weight.name)
+                key, its = by_name.pop(weight.name, (0, None))
+                if its is not None:
+                    weight.place, weight.grad_format = its.place, its.grad_formats.get(key)
+                yield weight
+        held = {id(p): p for each in self.optimizers for p in params_of(each)}
+        for name, (key, its) in by_name.items():  # of no model
+            p = held[key]
+            yield Weight(
+                name,
+                format_name(p.dtype),
+                list(p.shape),
+                kind="matrix" if p.ndim >= 2 else "other",
+                optimizer=its.name.split(" ")[0],
+                grad_format=its.grad_formats.get(key),
+                place=its.place,
+                updates=self.lost_updates.counts(p),
+            )
+
+    def _buffers(self) -> Iterable[Buffer]:
+        for name, model in self.models.items():
+            for buffer in buffers_of(model):
+                buffer.name = full_name(name, buffer.name)
+                yield buffer
+
+    def _saves(self) -> list[CheckpointFacts]:
+        """Returns the last save with an optimizer's state; a library may save the scaler in a separate file."""
+        last = next((each for each in reversed(self.saves) if each.moments), None)
+        if last is None:
+            return []
+        scaler = any(each.scaler for each in self.saves) if self.scalers else None
+        return [replace(last, scaler=scaler)]
+
+    def _syncs(self) -> list[Sync]:
+        updates = max(self.updates, 1)
+        counts = {key: [*known, *[0] * (updates - len(known))] for key, known in self.syncs.items()}
+        return [Sync(place, what, median(each)) for (place, what), each in counts.items() if median(each)]
+
+    def _switches(self) -> dict[str, str | float | bool | None]:
+        matmul = torch.backends.cuda.matmul
+        return {
+            "device": next((p.device.type for each in self.optimizers for p in params_of(each)), None),
+            "fp16_reduced_sums": bool(matmul.allow_fp16_reduced_precision_reduction),
+            "bf16_reduced_sums": bool(matmul.allow_bf16_reduced_precision_reduction),
+            "fp16_sums": bool(getattr(matmul, "allow_fp16_accumulation", False)),
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
+
+    def _unseen(self) -> list[str]:
+        unseen = []
+        if has_compiled():
+            unseen.append("what compiled code does inside: clipping, autocast, waiting for the device")
+        foreign = {
+            f"{type(each).__module__}.{type(each).__name__}"
+            for each in self.optimizers
+            if not type(each).__module__.startswith(("torch.optim", "halfstep."))
+        }
+        for name in sorted(foreign):
+            unseen.append(f"how {name} computes its updates: it is not an optimizer of torch")
+        return unseen
+
+
+def has_compiled() -> bool:
+    """Whether dynamo has compiled anything in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["stats"]["unique_graphs"])
+
+
+def rank_of_process() -> int:
+    """Returns the rank of this process in its job."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))
+
+
+def trainer_of(frame: FrameType | None) -> Any:
+    """Returns the transformers.Trainer that called, if one did."""
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "transformers.trainer" and "self" in frame.f_locals:
+            return frame.f_locals["self"]
+        frame = frame.f_back
+    return None

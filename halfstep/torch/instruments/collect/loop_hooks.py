@@ -1,0 +1,329 @@
+"""Hooks on what a loop does in every update: backward, clip, step, zero, the schedule and the loss scaler."""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from halfstep.core.audit.record import Call
+from halfstep.torch.instruments.collect.log import TrackedOptimizer, TrainingLog, has_compiled
+from halfstep.torch.instruments.collect.models import params_of, unwrapped, version_of
+from halfstep.torch.instruments.collect.patches import Patches, is_watched
+from halfstep.torch.instruments.collect.tensors import format_name, local
+
+SCALER_METHODS = ("scale", "unscale_", "step", "update")
+PROBE = 1024  # elements of a gradient that show what happened to it between backward and step
+MOST_NAMES = 8  # of tensors in one call
+
+
+def install(log: TrainingLog, patches: Patches) -> None:
+    """Installs the hooks."""
+    patches.wrap_everywhere([torch.autograd], "backward", BackwardHook(log))
+    clip = torch.nn.utils.clip_grad
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        patches.wrap_everywhere([torch.nn.utils, clip], name, ClipHook(log))
+    steps = StepHooks(log)
+    patches.on_undo(register_optimizer_step_pre_hook(steps.before).remove)
+    patches.on_undo(register_optimizer_step_post_hook(steps.after).remove)
+    patches.wrap(Optimizer, "__init__", steps.init)
+    patches.wrap(Optimizer, "zero_grad", steps.zero_grad, traced=False)  # torch, too, keeps dynamo out of it
+    schedule = ScheduleHook(log)
+    ScalerHooks(log, patches).wrap(GradScaler)
+    for kind in vars(lr_scheduler).values():
+        if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler) and "step" in vars(kind):
+            patches.wrap(kind, "step", schedule)
+
+
+def probe_of(params: Iterable[Tensor]) -> tuple[Tensor, Tensor] | None:
+    """Returns the first parameter that has a dense gradient, and a copy of the gradient's first elements."""
+    for p in params:
+        if p.grad is not None and not p.grad.is_sparse:
+            return p, _first(p.grad).clone()
+    return None
+
+
+def divided_by(probe: tuple[Tensor, Tensor] | None) -> Any:
+    """Returns what a gradient was divided by since it was probed; 1.0 if that cannot be known."""
+    if probe is None or probe[0].grad is None:
+        return 1.0
+    return probe[1].norm() / _first(probe[0].grad).norm()
+
+
+def _first(grad: Tensor) -> Tensor:
+    return local(grad.detach()).flatten()[:PROBE].float()
+
+
+class BackwardHook:
+    """Logs a backward pass for each optimizer whose gradients it changes, and the loss that it begins from."""
+
+    def __init__(self, log: TrainingLog):
+        self.log, self.running = log, False
+
+    def __call__(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs the backward pass."""
+        if self.running:  # activation checkpointing runs one inside another
+            return original(tensors, *args, **kwargs)
+        log = self.log
+        if any(not each.steps for each in log.optimizers.values()):
+            log.find_models()
+        before = {each: _gradients(each) for each in log.optimizers}
+        scaled = log.scaled_losses > 0
+        if not scaled:
+            log.add_losses(tensors)
+        self.running = True
+        try:
+            result = original(tensors, *args, **kwargs)
+        finally:
+            self.running = False
+        log.scaled_losses -= scaled
+        for optimizer, grads in before.items():
+            if _gradients(optimizer) != grads:
+                self._record_pass(optimizer, _format(tensors), scaled, fresh=not any(grads))
+        return result
+
+    def _record_pass(self, optimizer: Optimizer, loss: str | None, scaled: bool, fresh: bool) -> None:
+        tracked = self.log.track(optimizer)
+        if fresh:
+            tracked.restart()
+        tracked.micro += 1
+        tracked.scaled |= scaled
+        numbers = {"micro": float(tracked.micro), "scaled": float(scaled)}
+        self.log.add_call("backward", tracked.name, numbers=numbers, format=loss)
+        if tracked.scaled:
+            tracked.probe = probe_of(params_of(optimizer))
+
+
+def _format(tensors: Any) -> str | None:
+    first = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
+    return format_name(first.dtype) if isinstance(first, Tensor) else None
+
+
+def _gradients(optimizer: Optimizer) -> list[tuple[int, int] | None]:
+    """Returns what identifies the gradients of an optimizer: another tensor, or another version of it, is new."""
+    grads = [p.grad for p in params_of(optimizer)]
+    return [None if grad is None else (id(grad), grad._version) for grad in grads]
+
+
+class ClipHook:
+    """Logs that gradients are clipped, and whether they are still scaled."""
+
+    def __init__(self, log: TrainingLog):
+        self.log = log
+
+    def __call__(self, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        """Clips the gradients."""
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        ids = {id(p) for p in params}
+        clipped = [
+            tracked
+            for optimizer, tracked in self.log.optimizers.items()
+            if any(id(p) in ids for p in params_of(optimizer))
+        ]
+        calls = [self._record_clip(tracked) for tracked in clipped]
+        with self.log.library_call():
+            norm = original(parameters if isinstance(parameters, Tensor) else params, *args, **kwargs)
+        for call, tracked in zip(calls, clipped, strict=True):
+            self.log.add_number(call, "norm", norm)
+            if tracked.scaled and tracked.probe is not None:
+                tracked.probe = probe_of([tracked.probe[0]])
+        return norm
+
+    def _record_clip(self, tracked: TrackedOptimizer) -> Call:
+        call = self.log.add_call("clip", tracked.name, numbers={"scaled": float(tracked.scaled)})
+        if tracked.scaled:
+            tracked.ratio = tracked.ratio * divided_by(tracked.probe)
+            self.log.add_number(call, "divided", tracked.ratio)
+        return call
+
+
+class StepHooks:
+    """Logs the construction, steps and zeroing of optimizers; an optimizer may step another one."""
+
+    def __init__(self, log: TrainingLog):
+        self.log = log
+        self.stepping: list[tuple[Optimizer, Call]] = []
+
+    def init(self, original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        """Begins to track a new optimizer, and remembers where it was constructed."""
+        original(optimizer, *args, **kwargs)
+        self.log.track(optimizer).version = version_of(optimizer)
+
+    def before(self, optimizer: Optimizer, *_: Any) -> None:
+        """Logs a step; torch calls it before the step of any optimizer."""
+        if torch.compiler.is_compiling():
+            return
+        log = self.log
+        tracked = log.track(optimizer)
+        log.before_step(optimizer)
+        autocast = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+        call = log.add_call("step", tracked.name, update=tracked.steps)
+        if autocast:
+            call.numbers["region"] = float(log.regions)
+        if tracked.scaled and not log.scaler_steps:
+            call.numbers["scaled"] = 1.0
+            log.add_number(call, "divided", tracked.ratio * divided_by(tracked.probe))
+        self._find_nonfinite(call, optimizer)
+        self.stepping.append((optimizer, call))
+        log.library_depth += 1
+
+    def after(self, optimizer: Optimizer, *_: Any) -> None:
+        """Completes a step; torch calls it after any step, of a fused optimizer also if the scaler skips it."""
+        if torch.compiler.is_compiling():
+            return
+        log = self.log
+        while self.stepping:  # a step that raised an error has left its entry
+            stepped, call = self.stepping.pop()
+            log.library_depth -= 1
+            if stepped is optimizer:
+                break
+        else:
+            return
+        found = getattr(optimizer, "found_inf", None)
+        if isinstance(found, Tensor):
+            log.read_later(found, lambda value: setattr(call, "skipped", bool(value)))
+        log.after_step(optimizer, found if isinstance(found, Tensor) else False)
+
+    def zero_grad(self, original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Logs that gradients are dropped. If weights changed without a step, compiled code has made the step."""
+        log = self.log
+        tracked = log.track(optimizer)
+        version = version_of(optimizer)
+        if tracked.version not in (None, version) and has_compiled():
+            log.unseen[f"the steps of {tracked.name}: they are compiled"] = None
+            log.check_end(tracked)
+            log.add_call("step", tracked.name, update=tracked.steps)
+            log.after_step(optimizer, False)
+        log.add_call("zero", tracked.name)
+        tracked.restart()
+        tracked.version = version
+        with log.library_call():
+            return original(optimizer, *args, **kwargs)
+
+    def _find_nonfinite(self, call: Call, optimizer: Optimizer) -> None:
+        by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
+        for p in params_of(optimizer):
+            if p.grad is not None and not p.grad.is_sparse:
+                name, grad = self.log.names.get(id(p), ""), local(p.grad.detach())
+                if grad.numel():  # a rank may have no rows of a small tensor
+                    by_device.setdefault(grad.device, []).append((name, grad))
+        for named in by_device.values():
+            largest = torch._foreach_norm([grad for _, grad in named], float("inf"))
+            finite = torch.isfinite(torch.stack([each.float() for each in largest]))
+            self.log.read_later(finite, partial(_name_nonfinite, call, [name for name, _ in named]))
+
+
+def _name_nonfinite(call: Call, names: list[str], finite: Tensor) -> None:
+    bad = [name for name, good in zip(names, finite.tolist(), strict=True) if not good]
+    if bad:
+        call.numbers["nonfinite"] = call.numbers.get("nonfinite", 0.0) + len(bad)
+        call.names = [*call.names, *bad][:MOST_NAMES]
+
+
+class ScheduleHook:
+    """Logs the steps of a schedule, and the update they follow; a schedule of schedules counts as one."""
+
+    def __init__(self, log: TrainingLog):
+        self.log, self.running = log, False
+
+    def __call__(self, original: Any, schedule: Any, *args: Any, **kwargs: Any) -> Any:
+        """Steps the schedule."""
+        if self.running or not self.log.updates:  # the constructor of a schedule steps it once
+            return original(schedule, *args, **kwargs)
+        self.running = True
+        optimizer = getattr(schedule, "optimizer", None)
+        target = self.log.track(optimizer).name if isinstance(optimizer, Optimizer) else None
+        self.log.add_call("schedule", target)
+        try:
+            with self.log.library_call():
+                return original(schedule, *args, **kwargs)
+        finally:
+            self.running = False
+
+
+class ScalerHooks:
+    """Logs what a loss scaler does. One that is not enabled does nothing, and is ignored."""
+
+    def __init__(self, log: TrainingLog, patches: Patches):
+        self.log, self.patches = log, patches
+        self.running: set[str] = set()  # a method of a subclass calls the one it overrides
+
+    def wrap(self, kind: type) -> None:
+        """Wraps the methods that a class itself defines."""
+        around = {"scale": self.scale, "unscale_": self.unscale, "step": self.step, "update": self.update}
+        for name in SCALER_METHODS:
+            if name in vars(kind) and not is_watched(vars(kind)[name]):
+                self.patches.wrap(kind, name, around[name])
+        if "__init__" in vars(kind) and not is_watched(vars(kind)["__init__"]):
+            self.patches.wrap(kind, "__init__", self.init)
+
+    def init(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> None:
+        """Wraps the class of a new scaler."""
+        for kind in type(scaler).__mro__[:-1]:
+            if issubclass(kind, GradScaler):
+                self.wrap(kind)
+        original(scaler, *args, **kwargs)
+
+    def scale(self, original: Any, scaler: Any, outputs: Any) -> Any:
+        """Logs the loss before it is scaled."""
+        if not scaler.is_enabled() or "scale" in self.running:
+            return original(scaler, outputs)
+        log = self.log
+        log.add_losses(outputs)
+        log.scaled_losses += len(outputs) if isinstance(outputs, list | tuple) else 1
+        call = log.add_call("scale", log.name_scaler(scaler))
+        result = self._run("scale", original, scaler, outputs)
+        log.add_number(call, "scale", scaler._scale)
+        return result
+
+    def unscale(self, original: Any, scaler: Any, optimizer: Any) -> Any:
+        """Logs that gradients are unscaled, by the user or by `step`."""
+        if not scaler.is_enabled() or "unscale_" in self.running:
+            return original(scaler, optimizer)
+        tracked = self.log.track(optimizer)
+        call = self.log.add_call("unscale", tracked.name)
+        self.log.add_number(call, "scale", scaler._scale)
+        result = self._run("unscale_", original, scaler, optimizer)
+        tracked.scaled = False
+        return result
+
+    def step(self, original: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Logs a skipped update if the scaler does not step the optimizer."""
+        if not scaler.is_enabled() or "step" in self.running:
+            return original(scaler, optimizer, *args, **kwargs)
+        log = self.log
+        inner = unwrapped(optimizer)
+        tracked = log.track(inner)
+        log.check_end(tracked)
+        before = tracked.steps
+        log.scaler_steps += 1
+        try:
+            result = self._run("step", original, scaler, optimizer, *args, **kwargs)
+        finally:
+            log.scaler_steps -= 1
+        if tracked.steps == before:
+            log.add_call("step", tracked.name, update=before, skipped=True)
+            log.after_step(inner, True)
+        return result
+
+    def update(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        """Logs the scale before and after its update."""
+        if not scaler.is_enabled() or "update" in self.running:
+            return original(scaler, *args, **kwargs)
+        call = self.log.add_call("update", self.log.name_scaler(scaler))
+        self.log.add_number(call, "before", scaler._scale)
+        result = self._run("update", original, scaler, *args, **kwargs)
+        self.log.add_number(call, "after", scaler._scale)
+        return result
+
+    def _run(self, name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self.running.add(name)
+        try:
+            with self.log.library_call():
+                return original(*args, **kwargs)
+        finally:
+            self.running.discard(name)

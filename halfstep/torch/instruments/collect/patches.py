@@ -1,0 +1,63 @@
+"""Functions and methods of torch that are replaced while something is watched, and put back after it."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+
+Around = Callable[..., Any]
+
+
+class Patches:
+    """What was replaced, and by whom: `undo` puts everything back, the last first."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def wrap(self, owner: Any, name: str, around: Around, *, traced: bool = True) -> None:
+        """Replaces a function by one that calls `around(original, *args, **kwargs)`.
+
+        Where dynamo traces the call, it meets the original: compiled code stays as it is. With `traced=False`
+        it never traces the call.
+        """
+        original = getattr(owner, name)
+
+        @wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            return around(original, *args, **kwargs)
+
+        wrapper.__halfstep_watched__ = True  # type: ignore[attr-defined]
+        self.put(owner, name, wrapper if traced else _disable_dynamo(wrapper))
+
+    def wrap_everywhere(self, owners: list[Any], name: str, around: Around) -> None:
+        """Replaces a function that several modules have under one name."""
+        self.wrap(owners[0], name, around)
+        for owner in owners[1:]:
+            self.put(owner, name, getattr(owners[0], name))
+
+    def put(self, owner: Any, name: str, value: Any) -> None:
+        """Replaces an attribute."""
+        if name in vars(owner):
+            before = vars(owner)[name]
+            self._undo.append(lambda: setattr(owner, name, before))
+        else:  # inherited
+            self._undo.append(lambda: delattr(owner, name))
+        setattr(owner, name, value)
+
+    def on_undo(self, undo: Callable[[], None]) -> None:
+        """Adds something to undo, such as the removal of a hook."""
+        self._undo.append(undo)
+
+    def undo(self) -> None:
+        """Puts everything back."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def is_watched(function: Any) -> bool:
+    """Whether a function is one of our wrappers."""
+    return getattr(function, "__halfstep_watched__", False)

@@ -1,0 +1,71 @@
+"""What can be known of any tensor with torch alone: its format, this rank's part, and how an optimizer holds it.
+
+An audit runs in the user's environment, perhaps with a torch too old for halfstep's engine, so nothing in this
+folder imports the engine. What the engine has prepared is recognized by the attributes that it leaves on
+parameters, modules and optimizers; tests/torch/instruments/collect/test_prepared.py compares them with the engine.
+"""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NAMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+    torch.float8_e4m3fnuz: "e4m3fnuz",
+    torch.float8_e5m2fnuz: "e5m2fnuz",
+}
+_REMAINDER = "halfstep_remainder"  # of a split master: the 16 bits that its bf16 half leaves out
+# A split master refuses some uses of `parameter.detach()`; torch's own method is not watched.
+_detach: Any = torch._C.TensorBase.detach
+
+
+def format_name(dtype: torch.dtype) -> str:
+    """Returns the name of a dtype in a record: of a format if it is one, else torch's own."""
+    return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Whether a dtype is floating-point and has fewer bits than fp32."""
+    return dtype.is_floating_point and dtype.itemsize < 4
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Returns what this rank has of a tensor; does not import torch's module for sharded ones, which is slow."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return tensor.to_local() if module is not None and isinstance(tensor, module.DTensor) else tensor
+
+
+def tensors_of(*trees: Any) -> Iterator[Tensor]:
+    """Yields the tensors among arguments, and in lists, tuples and dictionaries of them."""
+    for tree in trees:
+        if isinstance(tree, Tensor):
+            yield tree
+        elif isinstance(tree, list | tuple):
+            yield from tensors_of(*tree)
+        elif isinstance(tree, dict):
+            yield from tensors_of(*tree.values())
+
+
+def is_split(parameter: Tensor) -> bool:
+    """Whether a parameter is the bf16 half of a split master."""
+    return parameter.dtype == torch.bfloat16 and hasattr(parameter, _REMAINDER)
+
+
+def stored(parameter: Tensor) -> Tensor:
+    """Returns the values that an optimizer adds to; of a split master the bits of its fp32 values, as integers."""
+    values: Tensor = _detach(parameter)
+    if not is_split(parameter):
+        return values
+    return (values.view(torch.int16).int() << 16) + getattr(parameter, _REMAINDER)
+
+
+def belongs_to_halfstep(thing: Any) -> bool:
+    """Whether a class of halfstep's is among those of an object."""
+    return any(kind.__module__.startswith("halfstep.") for kind in type(thing).__mro__)

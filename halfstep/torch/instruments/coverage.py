@@ -1,0 +1,105 @@
+"""How each function in a model's own code runs: the list of `run.coverage(loss_fn, batch)`.
+
+One forward pass is run, eagerly and for real, with a watcher on the function mode (functions/mode.py), and without
+lasting effects; fake tensors would not do: mixtures branch on what their routers decide.
+
+The list has every product, attention, island and look-up of the model's own code, with how it ran and why. Of the
+functions that no role reaches it has those that lose precision: sums of narrow numbers, such as in hand-written
+norms, and arithmetic that an fp32 tensor promotes. Of attention on a GPU it has the kernel that torch takes,
+or why it takes none.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import resolve_name
+
+from halfstep.core.audit.coverage import Coverage, Row
+from halfstep.torch.convert.functions.entry import Entry, Scope, Skip, tensors_of
+from halfstep.torch.convert.functions.mode import WATCHERS
+from halfstep.torch.convert.functions.table import ATTENTION, SENSITIVE, is_arithmetic
+from halfstep.torch.instruments.nonfinite import preserve_state
+from halfstep.torch.numerics import attention
+from halfstep.torch.numerics.dtypes import NARROW
+from halfstep.torch.numerics.lowering import bypass_mode, to_compute
+
+
+def record(model: nn.Module, loss_fn: Callable[[Any], Any], batch: Any) -> Coverage:
+    """Runs one forward pass and lists its functions."""
+    counts: dict[Row, int] = {}
+    inside: list[str] = []
+
+    def watch(scope: Scope, func: Any, args: Any, kwargs: Any, entry: Entry | None, why: str) -> None:
+        how = _how(scope, func, args, kwargs, entry, why)
+        if how is not None:
+            kernel = _kernel(scope, args, kwargs) if func is F.scaled_dot_product_attention else ""
+            row = Row(_function(func), inside[-1] if inside else "", how[0], how[1] + kernel)
+            counts[row] = counts.get(row, 0) + 1
+
+    WATCHERS.append(watch)
+    try:
+        eagerly = torch.compiler.set_stance("force_eager")
+        with eagerly, torch.enable_grad(), preserve_state(model), _named(model, inside):
+            loss_fn(batch)
+    finally:
+        WATCHERS.remove(watch)
+    return Coverage(tuple(row._replace(calls=calls) for row, calls in counts.items()))
+
+
+def _how(
+    scope: Scope, func: Any, args: Any, kwargs: Any, entry: Entry | None, why: str
+) -> tuple[Literal["covered", "unchanged"], str] | None:
+    if entry is not None and not why:
+        return "covered", entry.description
+    if entry is not None and why != Skip.NOTHING_MET and not is_arithmetic(entry):
+        return "unchanged", why
+    dtypes = {t.dtype for t in tensors_of(args, kwargs) if t.dim() and t.is_floating_point()}
+    if entry is None:
+        narrow = func in SENSITIVE and any(dtype in NARROW for dtype in dtypes)
+        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        return ("unchanged", f"computed in {names}, no role reaches it") if narrow else None
+    promoted = is_arithmetic(entry) and torch.float32 in dtypes and any(dtype in NARROW for dtype in dtypes)
+    why = "an fp32 tensor that is not a parameter makes it fp32"
+    return ("unchanged", why) if promoted and not scope.leaf else None
+
+
+@bypass_mode
+def _kernel(scope: Scope, args: Any, kwargs: Any) -> str:
+    """Returns by which kernel attention runs; empty where torch has one way to compute it."""
+    given = {**dict(zip(ATTENTION, args, strict=False)), **kwargs}
+    q, k, v = (to_compute(given[name], scope.casts) for name in ATTENTION[:3])
+    if q.device.type not in attention.FUSED_ON or not scope.casts.fused_softmax:
+        return ""
+    mask = attention.cast_mask(given.get("attn_mask"), q.dtype)
+    options = {name: given[name] for name in ("scale", "enable_gqa") if name in given}
+    causal, dropout = given.get("is_causal", False), given.get("dropout_p", 0.0)
+    return f", {attention.kernel_of(q, k, v, mask, dropout=dropout, causal=causal, **options)}"
+
+
+def _function(func: Any) -> str:
+    known = resolve_name(func)
+    return known if known and "<" not in known else getattr(func, "__name__", str(func))
+
+
+@contextmanager
+def _named(model: nn.Module, inside: list[str]) -> Iterator[None]:
+    handles: list[Any] = []
+    for name, module in model.named_modules():
+
+        def enter(module: nn.Module, args: Any, name: str = name) -> None:
+            inside.append(name or "the model")
+
+        def leave(module: nn.Module, args: Any, out: Any) -> None:
+            inside.pop()
+
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,129 @@
+"""The meta device as a stand-in for a GPU: code takes the branches that it takes there, kernels compute nothing.
+
+A tensor on the meta device has a shape, a dtype and a storage without memory. Inside `stand_in`, it says that it
+is on an NVIDIA GPU, halfstep's own kernels are launched as nothing, fused attention is chosen where a GPU has it,
+and what a device supports is what the hardware of a machine file does.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._dynamo.variables import ConstantVariable
+from torch._dynamo.variables.tensor import TensorVariable
+from torch.library import Library
+
+from halfstep.core.devices import Device
+from halfstep.core.errors import PolicyError, UnsupportedRoleError
+from halfstep.torch.kernels.launch import INSTEAD
+from halfstep.torch.numerics.dtypes import ROWS_INTO_FP32, STANDS_FOR
+
+_ATEN = torch.ops.aten
+T = TypeVar("T")
+
+
+@contextmanager
+def stand_in(hardware: Device, launched: Callable[..., None], *, compiled: bool = False) -> Iterator[None]:
+    """Inside, the meta device is this hardware; `compiled` if graphs are made of what runs there.
+
+    `launched` is called in place of the launch of a kernel of halfstep's own.
+    """
+    gpu = hardware.kind in ("nvidia", "amd")
+    with ExitStack() as stack:
+        for context in (
+            _entry_of_meta(STANDS_FOR, hardware),
+            _entry_of_meta(ROWS_INTO_FP32, True),
+            _entry_of_meta(INSTEAD, launched),
+        ):
+            stack.enter_context(context)
+        # Of torch itself: what code asks a tensor about its device.
+        stack.enter_context(_attribute(Tensor, "is_cuda", property(lambda t: gpu and t.device.type == "meta")))
+        stack.enter_context(_attribute(Tensor, "is_meta", property(lambda t: False)))
+        stack.enter_context(_attribute(Tensor, "pin_memory", lambda t, *_: t))
+        library = Library("aten", "IMPL")
+        library.impl("scaled_dot_product_attention", _attention, "AutogradMeta", allow_override=True)
+        if compiled:
+            library.impl("nll_loss_nd", _negative_log_likelihood, "AutogradMeta", allow_override=True)
+            library.impl("where.ScalarOther", lambda c, x, y: torch.where(c, x, _as_tensor(y, x)), "AutogradMeta")
+            library.impl("where.ScalarSelf", lambda c, x, y: torch.where(c, _as_tensor(x, y), y), "AutogradMeta")
+            for name, value in {"is_cuda": gpu, "is_meta": False}.items():
+                stack.enter_context(_attribute(TensorVariable, f"method_attr_{name}", _constant_method(value)))
+        stack.callback(library._destroy)
+        try:
+            yield
+        except PolicyError as error:
+            named = error.message.replace(" on meta", f" on {hardware.name}")
+            raise UnsupportedRoleError(named, hint=error.hint) from None
+
+
+@contextmanager
+def _entry_of_meta(table: dict[str, T], value: T) -> Iterator[None]:
+    """Inside, a table of devices has an entry for meta."""
+    table["meta"] = value
+    try:
+        yield
+    finally:
+        del table["meta"]
+
+
+@contextmanager
+def _attribute(cls: type, name: str, value: Any) -> Iterator[None]:
+    """Inside, a class of torch has this attribute, which hides an inherited one."""
+    before = vars(cls).get(name)
+    setattr(cls, name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(cls, name)
+        else:
+            setattr(cls, name, before)
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: Any = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    if q.dtype in (torch.bfloat16, torch.float16) and attn_mask is None and q.ndim == 4:
+        fused = _ATEN._scaled_dot_product_flash_attention
+        return fused(q, k, v, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
+    if q.ndim == 4 and not enable_gqa:
+        bias = None if attn_mask is None else _as_bias(attn_mask, q)
+        fused = _ATEN._scaled_dot_product_efficient_attention
+        return fused(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    unfused = _ATEN._scaled_dot_product_attention_math
+    options = {"scale": scale, "enable_gqa": enable_gqa}
+    return unfused(q, k, v, attn_mask, dropout_p, is_causal, **options)[0]  # type: ignore[no-any-return]
+
+
+def _negative_log_likelihood(
+    x: Tensor, target: Tensor, weight: Any = None, reduction: int = 1, ignore_index: int = -100
+) -> Tensor:
+    """The negative log-likelihood: autograd of torch's own finds no gradient in a graph of the meta device.
+
+    Its gradient is pointwise, as inductor makes it of the scatter in torch's own.
+    """
+    dim, here = min(1, x.ndim - 1), target != ignore_index
+    classes = torch.arange(x.shape[dim], device=x.device).view(-1, *[1] * (x.ndim - 1 - dim))
+    picked = -(x * (classes == target.unsqueeze(dim))).sum(dim) * here
+    if reduction == 0:
+        return picked
+    return picked.sum() / here.sum() if reduction == 1 else picked.sum()
+
+
+def _as_tensor(value: Any, beside: Tensor) -> Tensor:
+    """A number as a tensor on the meta device: autograd finds no gradient beside one on the CPU."""
+    return torch.full((), value, dtype=beside.dtype, device=beside.device)
+
+
+def _constant_method(value: bool) -> Any:
+    return lambda variable, tx: ConstantVariable.create(value)
+
+
+def _as_bias(mask: Tensor, q: Tensor) -> Tensor:
+    """Returns a mask as numbers that are added, as torch makes them of booleans."""
+    if mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=q.dtype)
+    return mask.expand(q.shape[0], q.shape[1], q.shape[2], mask.shape[-1])

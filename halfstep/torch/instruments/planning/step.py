@@ -1,0 +1,255 @@
+"""One training step of a recipe or of any model, tracked on the meta device.
+
+Two updates are made: the first creates the optimizers' state, the second is like every later one. Two
+micro-batches stand for any larger number. The workspace that cuBLAS allocates is added.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby, takewhile
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from halfstep.config.run import RunConfig
+from halfstep.core.devices import Device
+from halfstep.core.errors import FactoryError
+from halfstep.core.policy import Policy
+from halfstep.core.roles import Operand
+from halfstep.core.rules import Rule
+from halfstep.torch.convert.apply import apply
+from halfstep.torch.instruments.planning.compiled import backend
+from halfstep.torch.instruments.planning.stand_in import stand_in
+from halfstep.torch.instruments.planning.tracker import MIB, Allocation, Ledger, Trace, Tracker, Work, rounded
+from halfstep.torch.model import Decoder
+from halfstep.torch.optim.adamw import AdamW
+from halfstep.torch.optim.optimizers import build_optimizers
+from halfstep.torch.update.prepare import prepare_as
+from halfstep.torch.update.step import Engine
+
+# cuBLAS's workspace: torch's default is 32 MiB from Hopper on, and 8.1 MiB before.
+HOPPER, WORKSPACE = 9, {True: 32 * MIB, False: 8 * MIB + 128 * 1024}
+ADAMW_BYTES = 28  # read and written for a number: gradient, two moments twice, master twice
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter, and the bytes per element in which its layer gets it from other ranks."""
+
+    name: str
+    shape: tuple[int, ...]
+    wire_bytes: int
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What one update does."""
+
+    ledger: Ledger
+    roles: dict[int, str]  # of what exists between updates
+    parameters: tuple[Parameter, ...]
+    work: tuple[Work, ...]  # of `micro_batches` passes and one update
+    micro_batches: int
+    batch: int  # rows of a micro-batch
+    tokens: int  # of a micro-batch
+    vocabulary: int
+
+    def role(self, key: int, allocation: Allocation) -> str:
+        """Returns what an allocation is for."""
+        shapes = {parameter.shape for parameter in self.parameters}
+        if key in self.roles:
+            return self.roles[key]
+        if allocation.phase == "setup":
+            return "buffers"
+        if allocation.phase == "forward" and allocation.shape in shapes:
+            return "weights"  # their casts
+        if allocation.phase != "forward" and allocation.shape in shapes:
+            return "gradients"
+        if key in self.logits:
+            return "logits"
+        return "workspace" if allocation.phase == "update" or not allocation.shape else "activations"
+
+    @cached_property
+    def logits(self) -> set[int]:
+        """The allocations of logits, which are as wide as the vocabulary.
+
+        Where a layer takes something as wide, as the MLP of `golf` does, logits are made after the last activation
+        of the model's width in a forward pass, and their gradients before the first in a backward pass.
+        """
+        shapes = {parameter.shape for parameter in self.parameters}
+        passes = [
+            (key, a.phase, a.shape[-1:])
+            for key, a in self.ledger.allocations.items()
+            if a.phase in ("forward", "backward") and a.shape not in shapes
+        ]
+        wide = {key for key, _, last in passes if self.vocabulary and last == (self.vocabulary,)}
+        matrices = [shape for shape in shapes if len(shape) == 2]
+        widths = [shape[1:] for shape in matrices if shape[0] == self.vocabulary]
+        if not widths or all(shape[1] != self.vocabulary for shape in matrices):
+            return wide
+        outside: set[int] = set()
+        for phase, each in groupby(passes, key=lambda row: row[1]):
+            rows = [*each][:: -1 if phase == "forward" else 1]
+            outside |= {key for key, _, last in takewhile(lambda row: row[2] not in widths, rows)}
+        return wide & outside
+
+    def with_batch(self, batch: int) -> Ledger:
+        """Returns the ledger of micro-batches of another size, to which activations are proportional."""
+        shapes = {parameter.shape for parameter in self.parameters}
+        factor = batch / self.batch
+        scaled = {
+            key: a._replace(nbytes=rounded(int(a.nbytes * factor)))
+            if a.phase in ("forward", "backward") and a.shape not in shapes and a.nbytes > 512 * self.batch
+            and key not in self.roles
+            else a
+            for key, a in self.ledger.allocations.items()
+        }  # fmt: skip
+        return Ledger(scaled, self.ledger.events)
+
+
+def force_measured(policy: Policy) -> Policy:
+    """Returns a policy in which every `measured` matmul is narrow, because nothing can be timed here."""
+
+    def forced(value: Any) -> Any:
+        return replace(value, measured=False) if isinstance(value, Operand) else value
+
+    rules = [
+        Rule(rule.glob, tuple((role, forced(value)) for role, value in rule.changes)) for rule in policy.rules
+    ]
+    return replace(policy, compute=forced(policy.compute), grad=forced(policy.grad), rules=tuple(rules))
+
+
+def trace_recipe(config: RunConfig, policy: Policy, hardware: Device) -> Traced:
+    """Traces a step of a recipe, with the micro-batches of one process."""
+    policy, training, settings = force_measured(policy), config.training, config.model
+    tokens = training.batch * settings.context
+
+    def make() -> tuple[Engine, Callable[[Any], Any], list[Any], nn.Module]:
+        model = Decoder(settings)
+        model.recompute = training.recompute_blocks
+        given: dict[str, Any] = {"tokens": tokens, "compiled": bool(training.compile), "memory": training.memory}
+        conversion = apply(model, policy, model.module_names(), **given)
+        optimizers = build_optimizers(model, config.optimizer)
+        options: dict[str, Any] = {"conversion": conversion, "seed": config.seed, "ema": training.ema}
+        run = Engine(model, optimizers, policy, training.clip_norm, **options)
+        batches = torch.empty(2, training.batch, settings.context + 1, dtype=torch.int64).unbind()
+        return run, lambda pair: model.loss(pair[:, :-1], pair[:, 1:]), list(batches), model
+
+    traced = _trace(make, hardware, compiled=training.compile, micro_batches=min(2, training.micro_batches))
+    return replace(traced, batch=training.batch, tokens=tokens, vocabulary=settings.vocabulary)
+
+
+def trace_factory(
+    made: Callable[[], Any], policy: Policy, hardware: Device, *, compiled: bool, memory: str = "fast"
+) -> Traced:
+    """Traces a step of what a factory returns: model, optimizer, loss_fn, batch."""
+    policy = force_measured(policy)
+    found: dict[str, Any] = {}
+
+    def make() -> tuple[Engine, Callable[[Any], Any], list[Any], nn.Module]:
+        model, optimizer, loss_fn, batch = _check_factory(made())
+        batch = pytree.tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, batch)
+        first = next(t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor))
+        found.update(batch=first.shape[0], tokens=first.shape[:2].numel())
+        run = prepare_as(Engine, model, optimizer, policy, memory=memory)
+        return run, loss_fn, [batch], model
+
+    traced = _trace(make, hardware, compiled=compiled, micro_batches=1)
+    return replace(traced, **found)
+
+
+def _check_factory(made: Any) -> tuple[Any, ...]:
+    if not isinstance(made, tuple) or len(made) != 4:
+        raise FactoryError(
+            "the factory must return model, optimizer, loss_fn, batch", hint="with loss = loss_fn(batch)"
+        )
+    elsewhere = [name for name, p in made[0].named_parameters() if p.device.type != "meta"]
+    if elsewhere:
+        raise FactoryError(
+            f"the factory made `{elsewhere[0]}` on a device: it would need the memory that is to be planned",
+            hint="make the model from its configuration and name no device: it is made on the meta device here",
+        )
+    return made
+
+
+def _trace(make: Callable[[], Any], hardware: Device, *, compiled: bool | str, micro_batches: int) -> Traced:
+    trace = Trace()
+    tracker = Tracker(trace, "meta")
+    with warnings.catch_warnings(), stand_in(hardware, tracker.launch, compiled=bool(compiled)), tracker:
+        warnings.simplefilter("ignore")
+        if hardware.kind == "nvidia":
+            assert hardware.capability is not None
+            trace.ledger.allocate(WORKSPACE[hardware.capability[0] >= HOPPER], "setup", (-1,))
+        with torch.device("meta"):
+            run, loss_fn, batches, model = make()
+        called = loss_fn
+        if compiled == "block":
+            model.compile_blocks(backend=backend(tracker), dynamic=False)
+        elif compiled:
+            called = torch.compile(loss_fn, backend=backend(tracker), dynamic=False)
+
+        def loss(batch: Any) -> Any:
+            with trace.during("forward"):
+                return called(batch)
+
+        update = run.update
+        run.update = trace.during("update")(update)
+        torch.compiler.reset()
+        with torch.compiler.set_stance("default") if not compiled else nullcontext():
+            for count in (1, micro_batches):
+                trace.work = []
+                with trace.during("backward"):
+                    run.step(loss, [batches[i % len(batches)] for i in range(count)])
+        roles = _roles(run, tracker)
+    own = [
+        p
+        for o in run.optimizers
+        if isinstance(o, AdamW | torch.optim.Adam)
+        for g in o.param_groups
+        for p in g["params"]
+    ]
+    work = [*trace.work, Work("bytes", "", (), 0, ADAMW_BYTES * sum(p.numel() for p in own), "update")]
+    return Traced(
+        trace.ledger, roles, tuple(_parameters(run, _wire_bytes(run.policy))), tuple(work),
+        micro_batches, 0, 0, _vocabulary(model),
+    )  # fmt: skip
+
+
+def _wire_bytes(policy: Policy) -> int:
+    """Returns the bytes per element in which ranks gather a matrix; fp8 operands are cast where they are used."""
+    return 2 if policy.compute.format.bits <= 16 and not policy.emulate else 4
+
+
+def _parameters(run: Engine, narrow: int) -> Sequence[Parameter]:
+    named = run.model.named_parameters()
+    return [Parameter(name, tuple(p.shape), narrow if p.ndim > 1 else 4) for name, p in named if p.requires_grad]
+
+
+def _roles(run: Engine, tracker: Tracker) -> dict[int, str]:
+    """Returns the role of each allocation that outlives an update."""
+    found: dict[int | None, str] = {}
+    for buffer in run.model.buffers():
+        found[tracker.key_of(buffer)] = "buffers"
+    for optimizer in run.optimizers:
+        for state in optimizer.state.values():
+            for value in pytree.tree_leaves(dict(state)):
+                if isinstance(value, Tensor):
+                    found[tracker.key_of(value)] = "moments"
+    if run.averages is not None:
+        for average in run.averages.named().values():
+            found[tracker.key_of(average)] = "masters"
+    for half in run.masters.halves:
+        found[tracker.key_of(run.masters.remainder(half))] = "masters"
+    for parameter in run.model.parameters():
+        found[tracker.key_of(parameter)] = "weights"
+    return {key: role for key, role in found.items() if key is not None}
+
+
+def _vocabulary(model: nn.Module) -> int:
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    return max((m.num_embeddings for m in embeddings), default=0)

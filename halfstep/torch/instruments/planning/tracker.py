@@ -1,0 +1,365 @@
+"""Tracks the memory of every operation that torch runs on one kind of device, and counts its arithmetic.
+
+A storage counts from the operation that makes it until autograd, modules and optimizers no longer refer to it.
+On the meta device operations have shapes and no numbers, so a step of any size is tracked in seconds; on a real
+device the same bytes are found.
+
+The `Ledger` lists what a step allocates and frees, in order: what was alive at the peak, and what the allocator
+reserves. `reserved` replays the events through the rules of torch's caching allocator: sizes are rounded up to 512
+bytes; up to 1 MiB comes out of segments of 2 MiB, up to 10 MiB out of segments of 20 MiB, anything larger has a
+segment of its own, rounded to 2 MiB; the smallest free block that is large enough is used, and split.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from halfstep.torch.fp8.linear import CODES
+from halfstep.torch.numerics.dtypes import FLOATS, format_of
+
+KIB, MIB = 2**10, 2**20
+ROUND, SMALL, MIDDLE = 512, MIB, 10 * MIB
+SMALL_SEGMENT, LARGE_SEGMENT, SEGMENT_ROUND = 2 * MIB, 20 * MIB, 2 * MIB
+
+
+class Allocation(NamedTuple):
+    """A piece of memory."""
+
+    nbytes: int
+    phase: str  # forward, backward, update or setup
+    shape: tuple[int, ...]
+
+
+def rounded(nbytes: int) -> int:
+    """Returns the size that the allocator accounts for a request of `nbytes`."""
+    return -(-nbytes // ROUND) * ROUND
+
+
+@dataclass
+class Ledger:
+    """Allocations by key, and events in their order: +key where one is made, -key where it is freed."""
+
+    allocations: dict[int, Allocation] = field(default_factory=dict)
+    events: list[int] = field(default_factory=list)
+
+    def allocate(self, nbytes: int, phase: str, shape: tuple[int, ...] = ()) -> int:
+        """Notes an allocation; returns its key."""
+        key = len(self.allocations) + 1
+        self.allocations[key] = Allocation(rounded(nbytes), phase, shape)
+        self.events.append(key)
+        return key
+
+    def free(self, key: int) -> None:
+        """Notes that an allocation is freed."""
+        self.events.append(-key)
+
+    def use_briefly(self, nbytes: int, phase: str) -> None:
+        """Notes memory that a kernel needs only while it runs."""
+        self.free(self.allocate(nbytes, phase))
+
+    def at_peak(self) -> list[int]:
+        """Returns the keys of what is alive when the most bytes are."""
+        now = most = place = 0
+        for i, event in enumerate(self.events):
+            size = self.allocations[abs(event)].nbytes
+            now += size if event > 0 else -size
+            if now > most:
+                most, place = now, i
+        live: dict[int, None] = {}
+        for event in self.events[: place + 1]:
+            if event > 0:
+                live[event] = None
+            else:
+                live.pop(-event, None)
+        return list(live)
+
+    def by_role(self, role: Callable[[int, Allocation], str]) -> dict[str, int]:
+        """Returns the bytes of each role at the peak."""
+        found: Counter[str] = Counter()
+        for key in self.at_peak():
+            found[role(key, self.allocations[key])] += self.allocations[key].nbytes
+        return dict(found)
+
+    def reserved(self) -> int:
+        """Returns what torch's allocator takes from the device for these events."""
+        blocks: dict[int, tuple[bool, int, int]] = {}
+        pools = {True: _Pool(), False: _Pool()}
+        for event in self.events:
+            if event > 0:
+                size = self.allocations[event].nbytes
+                blocks[event] = (size <= SMALL, *pools[size <= SMALL].take(size))
+            elif -event in blocks:
+                small, start, size = blocks.pop(-event)
+                pools[small].give(start, size)
+        return sum(pool.total for pool in pools.values())
+
+
+class _Pool:
+    """Segments of memory with free blocks; each segment's addresses are far from those of the next."""
+
+    def __init__(self) -> None:
+        self.total, self._next = 0, 0
+        self.free: dict[int, int] = {}  # first address of a free block -> its size
+
+    def take(self, size: int) -> tuple[int, int]:
+        fitting = [(length, start) for start, length in self.free.items() if length >= size]
+        if fitting:
+            length, start = min(fitting)
+            del self.free[start]
+        else:
+            length = _segment(size)
+            start, self._next = self._next, self._next + 2 * length
+            self.total += length
+        left = length - size
+        if left >= (ROUND if size <= SMALL else SMALL + 1):  # what is smaller stays with the block
+            self.free[start + size] = left
+            return start, size
+        return start, length
+
+    def give(self, start: int, size: int) -> None:
+        while (after := self.free.pop(start + size, None)) is not None:
+            size += after
+        for other, length in self.free.items():
+            if other + length == start:
+                self.free[other] = length + size
+                return
+        self.free[start] = size
+
+
+def _segment(size: int) -> int:
+    if size <= SMALL:
+        return SMALL_SEGMENT
+    return LARGE_SEGMENT if size < MIDDLE else -(-size // SEGMENT_ROUND) * SEGMENT_ROUND
+
+
+# --- the tracker
+
+_ATEN = torch.ops.aten
+# What the backward pass of fused attention adds up in fp32 beside its results: the gradient of the queries.
+ATTENTION_BACKWARD = {
+    "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_cudnn_attention_backward",
+    "_scaled_dot_product_efficient_attention_backward",
+}
+# Ours, of several matmuls (loss/): a linear layer with its loss in chunks, and
+# the gradients of one; what is multiplied, if not what is given.
+GRADIENTS = "coded_gradients"
+FUSED = {
+    "linear_cross_entropy": "",
+    **dict.fromkeys(("narrow_cross_entropy", "coded_cross_entropy", GRADIENTS), "e4m3"),
+}
+# Operations that launch nothing.
+_FREE = {"detach", "alias", "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "lift_fresh"}
+
+
+class Like(NamedTuple):
+    """What a tensor looked like."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Call(NamedTuple):
+    """An operation, with the looks of its tensors: enough to run it again elsewhere."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+
+
+@dataclass(frozen=True)
+class Work:
+    """One kernel, or several that are the same."""
+
+    kind: str  # matmul, attention or bytes
+    format: str  # dtype of the operands; of large other operations, after their name
+    shape: tuple[int, ...]  # of a matmul: rows, summed, columns; of other operations, of their largest tensor
+    flops: int
+    nbytes: int  # that it reads and writes; of a compiled cast to fp8, those that a copy moves in its time
+    phase: str
+    call: Call | None = None
+
+
+@dataclass
+class Trace:
+    """What a step did."""
+
+    ledger: Ledger = field(default_factory=Ledger)
+    work: list[Work] = field(default_factory=list)
+    phase: str = "setup"
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Inside, what happens belongs to a phase."""
+        before, self.phase = self.phase, phase
+        yield
+        self.phase = before
+
+
+class Tracker(TorchDispatchMode):
+    """Fills a trace while it is entered."""
+
+    def __init__(self, trace: Trace, device: str):
+        super().__init__()
+        self.trace, self.device = trace, device
+        self.keys: dict[int, int] = {}  # address of a storage -> its allocation
+        self._refs: dict[int, Any] = {}
+        self._gone: set[int] = set()
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Compiled code is traced below this mode."""
+        return True
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the operation, and notes what it made. torch's fused optimizers have no kernel for meta."""
+        if self.device == "meta" and function._schema.name.startswith("aten::_fused_"):
+            return None
+        if self.device == "meta" and function is _ATEN._local_scalar_dense.default:
+            # Code that reads a number to decide: models ask whether all of a mask is plain, which is usual.
+            return True if args[0].dtype is torch.bool else 1
+        out = function(*args, **(kwargs or {}))
+        self.note(function, args, kwargs or {}, out)
+        return out
+
+    def note(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Notes an operation that was run."""
+        made = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and t.device.type == self.device]
+        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        name = function._schema.name.partition("::")[2]
+        view = bool(made) and all(self.follow(t) is False for t in made)
+        if not made or (view and not function._schema.is_mutable) or name in _FREE:
+            return
+        if name in FUSED:
+            self.trace.work += works_of_fused(name, args, self.trace.phase)
+            self.trace.ledger.use_briefly(memory_of_fused(name, args), self.trace.phase)
+            return
+        self.trace.work.append(work_of(function, name, given, made, args, kwargs, out, self.trace.phase))
+        if name in ATTENTION_BACKWARD:
+            self.trace.ledger.use_briefly(4 * given[1].numel(), self.trace.phase)
+
+    def launch(self, kernel: Any, key: Any, beside: Tensor, programs: int, *args: Any, **options: Any) -> None:
+        """Notes a kernel of halfstep's own. Those of updates are counted by their parameters."""
+        if self.trace.phase != "update":
+            nbytes = sum(t.numel() * t.element_size() for t in args if isinstance(t, Tensor))
+            self.trace.work.append(Work("bytes", "", (), 0, nbytes, self.trace.phase))
+
+    def follow(self, tensor: Tensor) -> bool:
+        """Notes the memory of a tensor; whether it is new."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self.keys:
+            return False
+        shape = tuple(tensor.shape)
+        key = self.keys[address] = self.trace.ledger.allocate(storage.nbytes(), self.trace.phase, shape)
+        self._refs[address] = weakref.ref(storage, lambda _: self._forget(address, key))
+        return True
+
+    def key_of(self, tensor: Tensor) -> int | None:
+        """Returns the allocation that a tensor is in."""
+        return self.keys.get(tensor.untyped_storage()._cdata)
+
+    def drop(self, key: int) -> None:
+        """Notes that memory is freed, now or before the tensor that is in it is gone."""
+        if key not in self._gone:
+            self._gone.add(key)
+            self.trace.ledger.free(key)
+
+    def _forget(self, address: int, key: int) -> None:
+        self.keys.pop(address, None)
+        self._refs.pop(address, None)
+        self.drop(key)
+
+
+def works_of_fused(name: str, args: Any, phase: str) -> list[Work]:
+    """Describes what an operation of `FUSED` does: matmuls, and passes over the logits or their codes."""
+    rows, w = args[1:3] if name == GRADIENTS else args[:2]
+    (tokens, width), vocabulary, dtype = rows.shape, w.shape[0], FUSED[name] or _format(rows.dtype)
+    numbers, flops = tokens * vocabulary, 2 * tokens * width * vocabulary
+    shapes = ((tokens, width, vocabulary), (tokens, vocabulary, width), (vocabulary, tokens, width))
+    if name == GRADIENTS:
+        wanted = [shape for shape, needed in zip(shapes[1:], args[6], strict=True) if needed]
+        products = [Work("matmul", dtype, shape, flops, numbers, phase) for shape in wanted]
+        return [*products, Work("bytes", "", (), 0, 2 * numbers * args[6][1], phase)]
+    logits = numbers * max(2, rows.element_size())  # also of codes
+    return [
+        *(Work("matmul", dtype, shape, flops, logits, phase) for shape in shapes),
+        Work("bytes", "", (), 0, 2 * logits, phase),
+    ]
+
+
+def memory_of_fused(name: str, args: Any) -> int:
+    """Returns the bytes that such an operation holds inside: logits of a chunk, and codes that do not fit in."""
+    rows, w = args[1:3] if name == GRADIENTS else args[:2]
+    tokens = rows.shape[0] if name == GRADIENTS else -(-rows.shape[0] // args[4])
+    numbers = tokens * w.shape[0]
+    logits = 0 if name == GRADIENTS else numbers * max(2, rows.element_size())
+    if name == "narrow_cross_entropy":
+        return logits + min(2 * numbers, CODES)
+    if not FUSED[name]:
+        return logits
+    # Transposed codes of weight and input; of the gradient, where its tokens do not fit beside its own.
+    return logits + w.numel() + tokens * rows.shape[1] + (min(numbers, CODES) if tokens > w.shape[0] else 0)
+
+
+def work_of(
+    function: Any, name: str, given: list[Tensor], made: list[Tensor], args: Any, kwargs: Any, out: Any, phase: str
+) -> Work:
+    """Describes an operation."""
+    nbytes = sum(t.numel() * t.element_size() for t in {id(t): t for t in (*given, *made)}.values())
+    count = flop_registry.get(function._overloadpacket)
+    if count is None and nbytes < LARGE:
+        return Work("bytes", "", (), 0, nbytes, phase)
+    if count is None:
+        return _large(function, name, [*given, *made], args, kwargs, nbytes, phase)
+    matrices = [t for t in given if t.ndim >= 2]
+    dtype = _format(matrices[-1].dtype)
+    if "attention" in name:
+        # Kernels skip what a causal mask hides; as if it did not, in config/model.py and torch's counter, which
+        # in torch 2.11 takes no grouped heads. The backward pass multiplies five times, the scores anew.
+        first, products, backward = (1, 5, "backward") if "backward" in name else (0, 2, "forward")
+        queries, keys = args[first], args[first + 1]
+        dtype = _format(queries.dtype)  # others, such as sums of rows, are fp32
+        flops = products * 2 * queries.numel() * keys.shape[-2]
+        return Work("attention", dtype, (*queries.shape, ATTENTION[backward]), flops, nbytes, phase)
+    flops = int(count(*args, **kwargs, out_val=out))
+    a, b = [t for t in matrices if "scaled" not in name or t.element_size() == 1 or t is matrices[0]][-2:]
+    lead = a.shape[0] if a.ndim == 3 else 1
+    return Work(
+        "matmul", dtype_of_product(a), (lead * a.shape[-2], a.shape[-1], b.shape[-1]), flops, nbytes, phase
+    )
+
+
+def _large(
+    function: Any, name: str, tensors: list[Tensor], args: Any, kwargs: Any, nbytes: int, phase: str
+) -> Work:
+    largest = max(tensors, key=Tensor.numel)
+    dtypes = " ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
+    strided = "" if all(t.is_contiguous() for t in tensors) else " strided"
+    looks = pytree.tree_map_only(Tensor, lambda t: Like(tuple(t.shape), t.stride(), t.dtype), (args, kwargs))
+    call = Call(function, *looks)
+    return Work("bytes", f"{name} {dtypes}{strided}", tuple(largest.shape), 0, nbytes, phase, call)
+
+
+LARGE = 2**20  # bytes; smaller operations are not timed one by one
+ATTENTION = {"forward": 1, "backward": 2}  # the last number of a shape of attention
+
+
+def dtype_of_product(operand: Tensor) -> str:
+    """Returns the format that a matmul multiplies; the two of fp8 are equally fast."""
+    return "e4m3" if operand.element_size() == 1 else _format(operand.dtype)
+
+
+def _format(dtype: torch.dtype) -> str:
+    known = dtype in FLOATS or (dtype.itemsize == 1 and dtype.is_floating_point)
+    return str(format_of(dtype)) if known else str(dtype)

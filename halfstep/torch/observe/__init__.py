@@ -1,8 +1,0 @@
-"""The monitor's hands on torch: what is counted in each step, and what a sample computes.
-
-layers        which modules of a model are watched, and the format that each of their tensors has
-slots         counts of every step, inside the graph, which leave a backward pass as gradients
-weights       norms of weights, gradients and updates, and updates that were lost, of one update
-sums          exponents, power sums and what other formats would lose, of many tensors at once
-readback      numbers on their way to the host
-"""

@@ -1,7 +1,0 @@
-"""Split masters in a model: a parameter that holds the bf16 half of an fp32 master.
-
-operand       what a layer multiplies: the bf16 half or the joined master, and who receives its gradient
-writes        notices that somebody else wrote to a half, and refuses it
-parameter     makes a parameter a half, fetches its gradient, and makes it whole again
-holder        a module that holds halves: its state dict, loading and copies
-"""

@@ -1,1 +1,0 @@
-"""What `halfstep tune` asks of a model: which rounding its gradients notice, what a format saves, short runs."""

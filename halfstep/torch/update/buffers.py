@@ -1,0 +1,131 @@
+"""What a model holds, listed once, and its buffers before a step, restored if the step is skipped.
+
+A buffer was written to if torch's version counter moved or it is another tensor, except in batch and instance
+norms, whose kernels write to running statistics without counting.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# A buffer's module and its name there.
+Place = tuple[nn.Module, str]
+# A copy, the buffer it is a copy of, and that buffer's version then.
+BufferCopy = tuple[Tensor, Tensor, int]
+
+
+class Contents:
+    """The modules, parameters and buffers of a model: `model.modules()` costs several Python calls for each."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self._list()
+
+    def refresh(self) -> None:
+        """Lists everything again if a module or parameter was added, removed or replaced."""
+        if not (
+            _same(self._children, _values(self._child_dicts)) and _same(self._held, _values(self._held_dicts))
+        ):
+            self._list()
+
+    def _list(self) -> None:
+        modules, seen = [self.model], {id(self.model)}
+        for module in modules:  # grows as it is walked
+            for child in module._modules.values():
+                if child is not None and id(child) not in seen:
+                    seen.add(id(child))
+                    modules.append(child)
+        self._child_dicts, self._held_dicts = [m._modules for m in modules], [m._parameters for m in modules]
+        self._children, self._held = _values(self._child_dicts), _values(self._held_dicts)
+        self.modules: list[nn.Module] = modules
+        self.buffer_dicts: list[dict[str, Tensor | None]] = [m._buffers for m in modules]
+        self.parameters: list[Tensor] = list({id(p): p for p in self._held if p is not None}.values())
+
+
+class Buffers:
+    """The buffers of a model, as they were before the step that is running."""
+
+    def __init__(self, contents: Contents):
+        self.contents = contents
+        self._kept: dict[Place, BufferCopy] = {}
+        self.were_written = False  # by some step
+        # The buffers after the last look, and their versions.
+        self._settled: tuple[list[Any], list[int]] = ([], [])
+        self.remember()
+
+    @torch.no_grad()
+    def remember(self) -> None:
+        """Copies what was written to buffers since the last step: a skipped step restores that."""
+        if self._nothing_written():
+            return
+        for place, buffer, uncounted in self._buffers():
+            if self._changed(place, buffer):
+                self._kept[place] = _copy(buffer)
+            elif uncounted:
+                self._kept[place][0].copy_(buffer)
+        self._settle()
+
+    @torch.no_grad()
+    def restore_unless(self, finite: Tensor) -> None:
+        """Restores the buffers if `finite`, a device scalar, is false."""
+        if self._nothing_written():
+            return
+        self.were_written = True
+        written: list[tuple[Place, Tensor, Tensor]] = []
+        for place, buffer, uncounted in self._buffers():
+            before = self._kept[place][0] if place in self._kept else None
+            if before is None or (buffer.shape, buffer.dtype) != (before.shape, before.dtype):
+                self._kept[place] = _copy(buffer)
+            elif uncounted or self._changed(place, buffer):
+                written.append((place, buffer, before))
+        if written:
+            buffers, kept = [now.detach() for _, now, _ in written], [before for _, _, before in written]
+            chosen = [torch.where(finite, now, before) for now, before in zip(buffers, kept, strict=True)]
+            torch._foreach_copy_(buffers, chosen)
+            torch._foreach_copy_(kept, chosen)
+        for place, buffer, before in written:
+            self._kept[place] = (before, buffer, buffer._version)
+        self._settle()
+
+    def _nothing_written(self) -> bool:
+        known, versions = self._settled
+        now = _values(self.contents.buffer_dicts)
+        return _same(known, now) and [b._version for b in now if b is not None] == versions
+
+    def _settle(self) -> None:
+        now = _values(self.contents.buffer_dicts)
+        uncounted = any(isinstance(m, nn.modules.batchnorm._NormBase) for m in self.contents.modules)
+        # Where writes are not counted, there is always something to look at.
+        self._settled = (now, [-1] if uncounted else [b._version for b in now if b is not None])
+
+    def _buffers(self) -> list[tuple[Place, Tensor, bool]]:
+        """Every buffer with its place, and whether it may be written to without its version changing."""
+        return [
+            ((module, name), buffer, isinstance(module, nn.modules.batchnorm._NormBase))
+            for module in self.contents.modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def _changed(self, place: Place, buffer: Tensor) -> bool:
+        _, known, version = self._kept.get(place, (None, None, -1))
+        return known is not buffer or version != buffer._version
+
+
+def _copy(buffer: Tensor) -> BufferCopy:
+    return buffer.detach().clone(), buffer, buffer._version
+
+
+_dict_values: Callable[[Any], Any] = dict.values
+
+
+def _values(dicts: Sequence[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(_dict_values, dicts)))
+
+
+def _same(known: list[Any], now: list[Any]) -> bool:
+    return len(known) == len(now) and all(map(is_, known, now))

@@ -1,0 +1,117 @@
+"""The numbers and the device time of steps that were launched, on their way to the host.
+
+A device works off one queue: a request made while the next step runs would wait behind it. So the copy to pinned
+memory is queued right behind the step itself, and reading waits for that copy's own event.
+
+On CUDA (and ROCm) the device stamps the events around a step: their distance is its device time, that from the end
+of the step before is idle time. Kernels of one step that wait for the host in between count as busy.
+"""
+
+from collections import deque
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from halfstep.core.errors import warn_caller
+from halfstep.core.scaling import DynamicScale, Scale, ScaleAlarm
+
+NAMES = ("loss", "skipped", "scale", "grad_norm", "stuck")
+UNREAD = 8  # a benchmark may never read; older steps are forgotten
+EVERY = 4  # updates; a scale takes ten to fall from where the alarm begins to its floor
+
+
+class _Launched(NamedTuple):
+    result: Any
+    numbers: Tensor
+    start: torch.cuda.Event | None = None
+    end: torch.cuda.Event | None = None
+
+
+@final
+class ScaleWatch:
+    """Warns once when the loss scale is low and falling. It reads the scale of a past update, without waiting."""
+
+    def __init__(self, law: Scale, device: torch.device):
+        self.device = device
+        watched = isinstance(law, DynamicScale) and device.type != "meta"  # a meta tensor has no numbers
+        self._alarm: ScaleAlarm | None = ScaleAlarm(law) if watched else None  # type: ignore[arg-type]
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets the scale: another state was loaded."""
+        self._updates, self._last = 0, 0.0
+        self._copy: tuple[Tensor, Any] | None = None
+
+    def look(self, scale: Tensor) -> None:
+        """Takes the scale of the update that was launched last."""
+        if self._alarm is None:
+            return
+        if self.device.type == "cpu":
+            self._observe(float(scale))
+            return
+        if self._copy is not None and self._copy[1].query():
+            self._observe(float(self._copy[0]))
+            self._copy = None
+        if self._copy is None and self._updates % EVERY == 0:
+            event = torch.get_device_module(self.device).Event()
+            self._copy = scale.to("cpu", non_blocking=True), event
+            event.record()
+        self._updates += 1
+
+    def _observe(self, scale: float) -> None:
+        message = self._alarm.observe(scale, falling=scale < self._last) if self._alarm is not None else ""
+        self._last = scale
+        if message:
+            self._alarm = None
+            warn_caller(message)
+
+
+@final
+class Readback:
+    """A queue of launched steps that were not read yet."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.untimed = "" if device.type == "cuda" else f"torch times no steps on {device.type}"
+        self._queue: deque[_Launched] = deque(maxlen=UNREAD)
+        self._read: _Launched | None = None  # the step that was read last
+        self._end: torch.cuda.Event | None = None  # of the step that was timed last
+
+    def start(self) -> torch.cuda.Event | None:
+        """Marks the present moment on the device: for `send`, the start of a step."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def send(self, result: Any, start: torch.cuda.Event | None = None) -> None:
+        """Queues the copy of a step's numbers behind the step, without waiting."""
+        bad = getattr(result, "bad_rank", None)
+        values = [getattr(result, name) for name in NAMES] + ([] if bad is None else [bad])
+        numbers = torch.stack([value.float() for value in values])
+        if self.device.type == "cuda":
+            numbers = numbers.to("cpu", non_blocking=True)  # torch makes it pinned
+        self._queue.append(_Launched(result, numbers, start, self.start()))
+
+    def read(self, result: Any) -> dict[str, float]:
+        """Returns a step's numbers; waits until that step is done, but not for those after it."""
+        if all(step.result is not result for step in self._queue):
+            self.send(result)  # forgotten, or another run's
+        while True:
+            step = self._queue.popleft()  # steps before it will not be read
+            if step.result is result:
+                if step.end is not None:
+                    step.end.synchronize()
+                self._read = step
+                return dict(zip((*NAMES, "bad_rank"), step.numbers.tolist(), strict=False))
+
+    def device_time(self, result: Any) -> tuple[float, float | None] | None:
+        """Returns (seconds of the step that was read last, idle seconds before it), or None if unknown."""
+        step, self._read = self._read, None
+        if step is None or step.result is not result or step.start is None or step.end is None:
+            return None
+        before, self._end = self._end, step.end
+        idle = None if before is None else before.elapsed_time(step.start) / 1000
+        return step.start.elapsed_time(step.end) / 1000, idle

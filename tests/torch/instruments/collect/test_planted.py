@@ -1,0 +1,152 @@
+"""Hazards that are planted in a model of eight layers are found by rule and layer; the model itself is silent."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from halfstep.core.audit.engine import check
+from halfstep.torch.instruments.collect.watch import Watch
+from tests.planted import PLANTED
+
+WIDTH, EXPERTS = 8, 2
+
+
+class Norm(nn.Module):
+    inside = torch.float32
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        y = x.to(self.inside)
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return (self.weight * y).to(x.dtype)
+
+
+class Router(nn.Linear):
+    inside = torch.float32
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return F.linear(x.to(self.inside), self.weight.to(self.inside))
+
+
+class Lora(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.lora_A = nn.Parameter(torch.full((4, WIDTH), 0.25, dtype=torch.bfloat16))
+        self.lora_B = nn.Parameter(torch.zeros(4 * WIDTH, 4, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        return self.base(x) + F.linear(F.linear(x, self.lora_A), self.lora_B)
+
+
+class Block(nn.Module):
+    scale = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.norm = Norm()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.router = Router(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+
+    def forward(self, x):
+        h = self.norm(x)
+        share = F.softmax(self.router(h), -1).to(h.dtype)
+        mixed = sum(share[..., i : i + 1] * expert(h) for i, expert in enumerate(self.experts))
+        return x + mixed + self.down(F.gelu(self.up(h))) * self.scale
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(8))
+        self.head = nn.Linear(WIDTH, 11)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def plant(what, model):
+    """Plants a hazard, and returns the parameters that have their own group, and its learning rate."""
+    block = model.blocks[int(PLANTED[what].layer.split(".")[1])] if what else None
+    if what == "overflow":
+        block.up.bias.data[0] = 1e5
+    elif what == "underflow":
+        block.scale = 1e-9
+    elif what == "norm":
+        block.norm.inside = torch.bfloat16
+    elif what == "no master":
+        matrices = [p for p in block.parameters() if p.ndim == 2]
+        for p in matrices:
+            p.data = p.data.bfloat16()
+        return matrices, 1e-5
+    elif what == "adapter":
+        block.up = Lora(block.up)
+        return [block.up.lora_A, block.up.lora_B], 1e-5
+    elif what == "router":
+        block.router.inside = torch.bfloat16
+    elif what == "decay":
+        block.down.weight.data = block.down.weight.data.bfloat16()
+    return [], 1e-3
+
+
+def train(what="", compute="bf16", steps=4):
+    torch.manual_seed(0)
+    model = Model()
+    apart, rate = plant(what, model)
+    rest = [p for p in model.parameters() if p.requires_grad and not any(p is each for each in apart)]
+    groups = [{"params": rest}, *([{"params": apart, "lr": rate}] if apart else [])]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=compute == "fp16", init_scale=2.0**12)
+    tokens = torch.randint(11, (steps, 2, 5))
+    losses = []
+    for batch in tokens:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16 if compute == "bf16" else torch.float16):
+            logits = model(batch[:, :-1])
+        loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.detach())
+    return [float(loss) for loss in losses]
+
+
+def audited(*args, **settings):
+    with Watch(share=1.0) as watch:
+        losses = train(*args, **settings)
+    return watch.record(), losses
+
+
+# Those that other tests see in smaller models too.
+REST = ("no master", "adapter", "decay", "router")
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=[pytest.mark.prove] if what in REST else []) for what in PLANTED]
+)
+def test_a_planted_hazard_is_named_by_rule_and_layer(what):
+    planted = PLANTED[what]
+    found = check(audited(what, planted.compute)[0])
+    named = {f.rule for f in found if all(name.startswith(planted.layer) for name in f.where)}
+    assert planted.rule in named
+    layer = planted.layer.split(".")[1]
+    others = {(f.rule, *f.where) for f in found if f.rule not in (planted.rule, *planted.also)}
+    assert not others
+    assert all(name.startswith(f"blocks.{layer}") for f in found for name in f.where)
+
+
+@pytest.mark.parametrize("compute", ["bf16", pytest.param("fp16", marks=pytest.mark.prove)])
+def test_the_model_without_any_is_silent_and_its_losses_keep_their_bits(compute):
+    record, losses = audited(compute=compute)
+    assert check(record) == []
+    assert losses == train(compute=compute)

@@ -1,0 +1,143 @@
+"""A parameter that is half of a split master, used by code that does not know it."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from halfstep.core.errors import HalfstepError
+from halfstep.core.split import join as reference_join
+from halfstep.torch import AdamW, prepare
+from halfstep.torch.numerics.cast import join
+from tests.refusals import refuses
+
+SPLIT = "bf16-mixed,param=fp32:split"
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+
+
+def data(seed=0):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model):
+    return lambda x: model(x).square().mean()
+
+
+def trained(policy=SPLIT, optimizer=AdamW, **settings):
+    model = net()
+    run = prepare(model, optimizer(model.parameters(), lr=1e-2, **settings), policy)
+    run.step(loss_of(model), [data()])
+    return run
+
+
+def test_a_zero_has_no_remainder_below_it():
+    """A negative remainder next to a zero has the bits of a NaN."""
+    hi = np.array([0, 0x8000, 0, 0x8000, 0x3F80], np.uint16)
+    lo = np.array([-5, -5, 5, 5, -5], np.int16)
+    expected = reference_join(hi, lo)
+    found = join(torch.from_numpy(hi.view(np.int16).copy()).view(torch.bfloat16), torch.from_numpy(lo))
+    assert np.array_equal(found.numpy().view(np.uint32), expected.view(np.uint32))
+    assert not np.isnan(expected).any()
+    assert expected[0] == expected[1] == 0.0
+
+
+def test_what_the_run_writes_itself_keeps_its_remainders():
+    """Steps, averages, loading and copies: none of them is somebody else's write."""
+    run = trained()
+    before = run.weights()
+    with run.evaluation():
+        pass
+    saved = run.state_dict()
+    run.load_state_dict({**saved, "tensors": {k: v.clone() for k, v in saved["tensors"].items()}})
+    run.model.load_state_dict(run.model.state_dict())
+    copied = copy.deepcopy(run)
+    assert all(torch.equal(w, run.weights()[name]) for name, w in before.items())
+    assert any((w != w.bfloat16().float()).any() for w in before.values())
+    assert torch.equal(copied.model.state_dict()["0.weight"], before["0.weight"])
+    model = net()
+    run = prepare(model, AdamW(model.parameters(), lr=1e-2), SPLIT, ema=0.9)
+    run.step(loss_of(model), [data()])
+    before = run.weights()
+    with run.averaged():
+        pass
+    assert all(torch.equal(w, run.weights()[name]) for name, w in before.items())
+
+
+@pytest.mark.parametrize("optimizer", [AdamW, torch.optim.AdamW])
+def test_a_weight_that_is_laid_out_otherwise_takes_the_steps_of_fp32(optimizer):
+    """Its gradient must be laid out alike: a fused kernel goes through memory, not through indices."""
+    found = []
+    for policy in ("fp32", "param=fp32:split"):
+        model = net()
+        model[0].weight.data = model[0].weight.data.t().contiguous().t()
+        fused = {} if optimizer is AdamW else {"fused": True}
+        run = prepare(model, optimizer(model.parameters(), lr=1e-2, **fused), policy)
+        for step in range(3):
+            run.step(loss_of(model), [data(step)])
+        found.append(run.weights())
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.parametrize("policy", ["fp32", SPLIT])
+def test_hooks_on_a_parameter_run_whether_it_is_split_or_not(policy):
+    model = net()
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), policy)
+    called = []
+    model[0].weight.register_hook(lambda g: called.append(g.dtype) or g * 0)
+    model[2].weight.register_post_accumulate_grad_hook(lambda p: called.append(p.grad.dtype))
+    before = run.weights()
+    run.step(loss_of(model), [data()])
+    assert called == [torch.float32] * 2
+    assert torch.equal(run.weights()["0.weight"], before["0.weight"])
+    assert not torch.equal(run.weights()["2.weight"], before["2.weight"])
+
+
+def test_a_step_that_the_run_does_not_make_is_refused_where_it_would_be_lost():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    run = prepare(model, optimizer, SPLIT)
+    model(data()).square().mean().backward()
+    with refuses(HalfstepError, r"step\(\) was called directly", "run.update()"):
+        optimizer.step()
+    run.step(loss_of(model), [data()])
+    run.unprepare()
+    optimizer.step()  # the model holds its masters again
+
+
+def test_a_step_by_hand_is_refused_where_the_loss_is_scaled_and_made_where_it_is_not():
+    x = torch.randn(3, 4)
+    for policy, scaled in (("fp16-mixed", True), ("bf16-mixed", False)):
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        run = prepare(model, optimizer, policy)
+        run.step(lambda x, model=model: model(x).float().square().mean(), [x])
+        model(x).float().square().mean().backward()
+        if not scaled:
+            optimizer.step()
+            continue
+        with refuses(HalfstepError, "this policy scales the loss", "run.update()"):
+            optimizer.step()
+        run.unprepare()
+        optimizer.step()
+
+
+def test_a_model_given_back_takes_any_dtype_and_its_optimizer_has_fp32_moments():
+    """grad_dtype, which split parameters need, must not outlive them."""
+    run = trained()
+    model = run.unprepare().double()
+    model(data().double()).sum().backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float64}
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    run = prepare(model, optimizer, f"{SPLIT},moments=bf16")
+    run.step(loss_of(model), [data()])
+    run.unprepare()
+    model(data()).sum().backward()
+    optimizer.step()
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.float32}
