@@ -5,8 +5,8 @@
     python benchmarks/prove/run.py --changed    the part that the commit's hash chooses, and those about a folder
                                                 that changed since they last passed: what CI runs
 
-docs/measurements/proofs.json keeps when each part last passed, at which commit, and how long it took; CI does not
-write it. A part that fails does not keep the others from running. Exit code 1 if any failed.
+docs/measurements/proofs.json keeps when each part last passed, at which commit, on what contents, and how long it
+took; CI does not write it. A part that fails does not keep the others from running. Exit code 1 if any failed.
 """
 
 import argparse
@@ -89,27 +89,15 @@ def git(*words: str) -> str:
     return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout
 
 
-def changed_since(commit: str) -> set[str]:
-    """The files of the package that changed since a commit; all of them, if this clone does not have it."""
-    try:
-        names = git("diff", "--name-only", commit, "HEAD", "--", "halfstep")
-    except subprocess.CalledProcessError:
-        names = git("ls-files", "halfstep")
-    return {name.removeprefix("halfstep/") for name in names.splitlines()}
+def contents(part: Part) -> dict[str, str]:
+    """Git's hash of each place that a part is about: what is committed there, however it came to be."""
+    return {place: git("rev-parse", f"HEAD:halfstep/{place}").strip() for place in part.proves}
 
 
-def is_about(part: Part, file: str) -> bool:
-    return any(file == place or file.startswith(f"{place}/") for place in part.proves)
-
-
-def chosen_by(commit: str, changed: Callable[[str], set[str]]) -> list[str]:
-    """The parts that CI runs for a commit; `changed` says which files changed since a part last passed."""
+def chosen_by(commit: str, changed: Callable[[str], bool]) -> list[str]:
+    """The parts that CI runs for a commit: one by its hash, and those about what changed since it last passed."""
     by_hash = list(PARTS)[int(commit, 16) % len(PARTS)]
-    return [
-        name
-        for name, part in PARTS.items()
-        if name == by_hash or any(is_about(part, file) for file in changed(name))
-    ]
+    return [name for name in PARTS if name == by_hash or changed(name)]
 
 
 def read_record() -> dict[str, dict[str, Any]]:
@@ -135,7 +123,7 @@ def main() -> int:
     options = parser.parse_args()
     commit, recorded, names = git("rev-parse", "HEAD").strip(), read_record(), options.only or list(PARTS)
     if options.changed:
-        names = chosen_by(commit, lambda name: changed_since(recorded.get(name, {}).get("commit", "none")))
+        names = chosen_by(commit, lambda name: recorded.get(name, {}).get("contents") != contents(PARTS[name]))
     print("proofs:", ", ".join(names), flush=True)
     seconds = {name: run(name) for name in names}
     for name, taken in seconds.items():
@@ -144,7 +132,11 @@ def main() -> int:
         today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
         machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
         passed = {"date": today, "commit": commit[:9], "machine": machine}
-        now = {name: passed | {"seconds": taken} for name, taken in seconds.items() if taken is not None}
+        now = {
+            name: passed | {"seconds": taken, "contents": contents(PARTS[name])}
+            for name, taken in seconds.items()
+            if taken is not None
+        }
         RECORD.write_text(json.dumps(recorded | now, indent=1) + "\n", encoding="utf-8")
     return 1 if None in seconds.values() else 0
 
