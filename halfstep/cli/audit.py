@@ -146,7 +146,7 @@ def _print(target: Sequence[str], collected: "Collected", found: "list[Finding]"
     for each in found:
         groups.setdefault(each.rule, []).append(each)
     for id, group in groups.items():
-        rule = registry()[id][0]
+        rule = registry()[id]
         print(f"{id} {group[0].severity}: {rule.name}")
         for each in sorted(group, key=lambda each: -each.evidence.get("lost_share", 0.0))[:SHOWN]:
             place = f"{each.place}: " if each.place and each.place not in each.message else ""
@@ -171,7 +171,7 @@ def _print(target: Sequence[str], collected: "Collected", found: "list[Finding]"
 def _print_rules(select: Sequence[str], ignore: Sequence[str], *, json: bool) -> int:
     from halfstep.core.audit.engine import chosen_rules, registry
 
-    chosen = [registry()[id][0] for id in chosen_rules(select, ignore)]
+    chosen = [registry()[id] for id in chosen_rules(select, ignore)]
     if json:
         keys = ("id", "name", "severity", "what", "why", "fix", "page")
         print_json([{key: getattr(rule, key) for key in keys} for rule in chosen])

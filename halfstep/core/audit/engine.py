@@ -1,7 +1,6 @@
 """Checks a record against all rules, or against those that were chosen.
 
-A rule is a `Rule` and a function that yields its findings on a record. Both are in the file of their family under
-`halfstep/core/audit/rules/`, and in its table `RULES`.
+The rules are in `halfstep/core/audit/rules/`, one file for each family.
 """
 
 import fnmatch
@@ -9,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from halfstep.core.audit.finding import SEVERITIES, Check, Finding, Rule
+from halfstep.core.audit.finding import SEVERITIES, Finding, Rule
 from halfstep.core.audit.record import Record
 from halfstep.core.audit.rules import checkpoints, formats, loop, scaling, sums, updates
 from halfstep.core.errors import OptionError, did_you_mean
@@ -34,9 +33,9 @@ class Suppression:
 
 
 @cache
-def registry() -> dict[str, tuple[Rule, Check]]:
-    """Returns every rule with its check, by id, in order."""
-    return {rule.id: (rule, check) for family in FAMILIES for rule, check in family.RULES.items()}
+def registry() -> dict[str, Rule]:
+    """Returns every rule by its id, in order."""
+    return {rule.id: rule for family in FAMILIES for rule in vars(family).values() if isinstance(rule, Rule)}
 
 
 def check(
@@ -55,8 +54,8 @@ def check(
     merged: dict[object, Finding] = {}
     for record in [records] if isinstance(records, Record) else records:
         for id in chosen:
-            rule, find = registry()[id]
-            for finding in find(record):
+            rule = registry()[id]
+            for finding in rule.check(rule, record):
                 if record.framework == "jax" and rule.fix_jax:
                     finding = replace(finding, fix=rule.fix_jax)
                 seen = merged.get(finding.key)

@@ -2,10 +2,10 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from halfstep.core.audit.record import Operation, Record, Weight, from_plain, to_plain
+from halfstep.core.audit.record import Operation, Record, Weight, from_plain
 
 Severity = Literal["error", "warning", "note"]
 Confidence = Literal["certain", "likely", "weak"]
@@ -30,8 +30,7 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the finding as plain data."""
-        data: dict[str, Any] = to_plain(self)
-        return data
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Finding":
@@ -55,11 +54,12 @@ class Rule:
     id: str
     name: str
     severity: Severity
+    check: "Check"
     what: str
     why: str
     fix: str
-    shows: str = ""  # which numbers its evidence has
-    needs: str = ""  # what must have been seen for it to be judged, such as "a live run"
+    shows: str  # which numbers its evidence has
+    needs: str = "a live run"  # what must have been seen for it to be judged; empty if anything will do
     fix_jax: str = ""  # the fix in the words of JAX, where those of torch do not fit
 
     @property
@@ -106,7 +106,12 @@ class Rule:
         )
 
 
-Check = Callable[[Record], Iterator[Finding]]  # what judges one rule
+Check = Callable[[Rule, Record], Iterator[Finding]]  # yields the places where a record breaks a rule
+
+
+def define_rule(id: str, name: str, severity: Severity, **texts: str) -> Callable[[Check], Rule]:
+    """Makes a rule of the function that checks it; `texts` are the other fields of `Rule`."""
+    return lambda check: Rule(id, name, severity, check, **texts)
 
 
 def first_names(names: list[str], most: int = 4) -> str:

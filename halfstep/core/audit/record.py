@@ -6,9 +6,10 @@ Places are `file:line` in the code of the user. Everything is plain data, so tha
 processes as JSON.
 """
 
+import re
 import types
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Source = Literal["script", "run", "checkpoint", "recipe", "factory", "jax", "mlx", "prepared"]
@@ -176,8 +177,7 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the record as plain data."""
-        data: dict[str, Any] = to_plain(self)
-        return data
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Record":
@@ -198,32 +198,50 @@ def is_narrow(name: str | None) -> bool:
     return name is not None and name not in _WIDE
 
 
-def by_target(calls: Iterable[Call]) -> dict[str | None, list[Call]]:
-    """Returns calls by the optimizer, scaler or schedule that they are about."""
+def group_calls(calls: Iterable[Call], by: Literal["target", "place"]) -> dict[str | None, list[Call]]:
+    """Returns calls by the optimizer, scaler or schedule that they are about, or by the line that made them."""
     groups: dict[str | None, list[Call]] = {}
     for call in calls:
-        groups.setdefault(call.target, []).append(call)
+        groups.setdefault(getattr(call, by), []).append(call)
     return groups
 
 
-def by_place(calls: Iterable[Call]) -> dict[str | None, list[Call]]:
-    """Returns calls by the line that made them."""
-    groups: dict[str | None, list[Call]] = {}
-    for call in calls:
-        groups.setdefault(call.place, []).append(call)
-    return groups
+# Names of common models; a tensor that none fits is `other`, of which no rule asks anything special.
+_ADAPTER = re.compile(r"lora|adapter|(^|\.)dora|ia3|prompt_encoder")
+_ROUTER = re.compile(r"(^|[._])router([._]|$)")
+_GATE = re.compile(r"(^|\.)(gate|gating)(\.|$)")  # of experts if it has few outputs; a SwiGLU's has many
+_NORM = re.compile(r"norm|(^|\.)ln(_?\w+)?(\.|$)")
+_EMBEDDING = re.compile(r"embed|(^|\.)wte(\.|$)|(^|\.)wpe(\.|$)")
+_ROPE = re.compile(r"inv_freq|rope|rotary|freqs|(^|[._])(cos|sin)([._]|$)")
+_RUNNING = re.compile(r"running_(mean|var)|num_batches")
+
+
+def weight_kind(name: str, shape: Sequence[int], module: str = "") -> WeightKind:
+    """Returns what a parameter is for, by its name, its shape and the class of the `module` that holds it."""
+    lower, owner = name.lower(), module.lower()
+    if _ADAPTER.search(lower):
+        return "adapter"
+    if "norm" in owner or (len(shape) < 2 and _NORM.search(lower)):
+        return "norm"
+    if "embedding" in owner or (len(shape) == 2 and _EMBEDDING.search(lower)):
+        return "embedding"
+    if lower.rpartition(".")[2].startswith("bias") or lower.endswith("_bias"):
+        return "bias"
+    few = len(shape) == 2 and 2 * shape[0] <= shape[1]
+    if "router" in owner or _ROUTER.search(lower) or (few and _GATE.search(lower)):
+        return "router"
+    return "matrix" if len(shape) >= 2 else "other"
+
+
+def buffer_kind(name: str) -> BufferKind:
+    """Returns what a buffer is for, by its name."""
+    lower = name.lower()
+    if _ROPE.search(lower):
+        return "rope"
+    return "running" if _RUNNING.search(lower) else "other"
 
 
 T = TypeVar("T")
-
-
-def to_plain(value: Any) -> Any:
-    """Returns a dataclass as dictionaries and lists."""
-    if is_dataclass(value):
-        return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, list | tuple):
-        return [to_plain(each) for each in value]
-    return {key: to_plain(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def from_plain(kind: type[T], data: dict[str, Any]) -> T:

@@ -14,8 +14,15 @@ from halfstep.config.model import module_names, owner, parameter_shapes
 from halfstep.config.run import RunConfig
 from halfstep.config.schema import build
 from halfstep.core.audit.finding import Finding
-from halfstep.core.audit.kinds import weight_kind
-from halfstep.core.audit.record import Buffer, CheckpointFacts, Operation, OperationKind, Record, Weight
+from halfstep.core.audit.record import (
+    Buffer,
+    CheckpointFacts,
+    Operation,
+    OperationKind,
+    Record,
+    Weight,
+    weight_kind,
+)
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy, read
 from halfstep.core.roles import Operand, Param

@@ -302,7 +302,7 @@ class Findings:
         return Record("run", operations=forward + backward)
 
     def _lost_updates(self, weights: NDArray[Any]) -> Iterator[Finding]:
-        rule = registry()["HS101"][0]
+        rule = registry()["HS101"]
         for layer, row in zip(self._layers, weights, strict=True):
             stepped, lost = layer.formats["weight"], float(row[_LOST])
             if is_narrow(stepped) and not self._rounds_at_random and lost > LOST:

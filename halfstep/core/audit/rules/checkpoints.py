@@ -3,29 +3,29 @@
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from halfstep.core.audit.finding import Check, Finding, Rule
+from halfstep.core.audit.finding import Finding, Rule, define_rule
 from halfstep.core.audit.record import CheckpointFacts, Record, is_narrow
 
-HS601 = Rule(
-    id="HS601",
-    name="masters rebuilt from rounded weights",
-    severity="error",
+
+@define_rule(
+    "HS601",
+    "masters rebuilt from rounded weights",
+    "error",
     shows="The weights that a resume would round.",
     what="A checkpoint to resume from holds weights in a format below fp32, while training steps fp32 masters.",
     why="The resumed run continues from rounded weights, and everything below 1/256 of each that training had "
     "gathered is gone: the loss jumps, or slowly falls behind.",
     fix="Save the fp32 masters: the state dict of the fp32 model, or of the optimizer that holds them. "
     "`halfstep.integrations.state` and `run.state_dict()` do.",
+    needs="",
 )
-
-
-def check_masters_saved(record: Record) -> Iterator[Finding]:
+def check_masters_saved(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields one finding per checkpoint that lost its masters, and one for a load that was seen to."""
     live = [w for w in record.weights if w.trainable and w.optimizer and not is_narrow(w.stepped)]
     for facts in record.checkpoints[-1:]:  # the newest is what a run resumes from
         rounded = _rounded_weights(facts, {w.name for w in live})
         if rounded:
-            yield HS601.finding(
+            yield rule.finding(
                 f"`{facts.path}` holds {len(rounded)} weights in {facts.weights[rounded[0]]}, without masters and "
                 "beside fp32 moments: a resume begins with rounded weights",
                 *rounded,
@@ -37,7 +37,7 @@ def check_masters_saved(record: Record) -> Iterator[Finding]:
     if any(call.target == "moments" for call in loads):  # without them it is the start of a fine-tuning
         for call in loads:
             if call.target == "weights" and (count := call.numbers.get("rounded", 0)):
-                yield HS601.finding(
+                yield rule.finding(
                     f"{count:.0f} weights that are stepped in fp32 were loaded from a narrower format, together "
                     "with an optimizer's state",
                     place=call.place,
@@ -55,10 +55,10 @@ def _rounded_weights(facts: CheckpointFacts, live: set[str]) -> list[str]:
     ]
 
 
-HS602 = Rule(
-    id="HS602",
-    name="formats drift between checkpoints",
-    severity="error",
+@define_rule(
+    "HS602",
+    "formats drift between checkpoints",
+    "error",
     shows="The weights whose format changed.",
     what="The same weight has one format in a checkpoint and another in the next.",
     why="Something cast the model between the two, such as a `.half()` before a save or a loader with "
@@ -67,80 +67,75 @@ HS602 = Rule(
     "which converts exactly and records it.",
     needs="two checkpoints",
 )
-
-
-def check_weight_drift(record: Record) -> Iterator[Finding]:
+def check_weight_drift(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields one finding per pair of checkpoints that differ, unless another policy explains it."""
     for path, changed, message in _drifts(record, lambda facts: facts.weights | facts.masters):
-        yield HS602.finding(message, *changed, place=path, evidence={"weights": len(changed)})
+        yield rule.finding(message, *changed, place=path, evidence={"weights": len(changed)})
 
 
-HS603 = Rule(
-    id="HS603",
-    name="moments change format on load",
-    severity="error",
+@define_rule(
+    "HS603",
+    "moments change format on load",
+    "error",
     shows="The moments whose format changed.",
     what="The moments of an optimizer have one format when they are saved and another after they are loaded.",
     why="`Optimizer.load_state_dict` of torch casts fp32 moments to the format of the weight. In bf16 the second "
     "moment stands still from then on.",
     fix="Keep trainable weights in fp32, or load the state of the optimizer before the model is cast; "
     "`halfstep.torch.AdamW` keeps its moments' format when it loads.",
+    needs="",
 )
-
-
-def check_moment_drift(record: Record) -> Iterator[Finding]:
+def check_moment_drift(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields one finding per load that cast moments, and per pair of checkpoints that differ."""
     for call in record.calls_of("load"):
         if call.target == "moments" and (cast := call.numbers.get("narrowed", 0)):
-            yield HS603.finding(
+            yield rule.finding(
                 f"loading an optimizer's state cast {cast:.0f} fp32 moments to the format of their weights",
                 place=call.place,
                 evidence={"moments": cast},
             )
     for path, changed, message in _drifts(record, lambda facts: facts.moments):
-        yield HS603.finding(f"the moment {message}", *changed, place=path, evidence={"moments": len(changed)})
+        yield rule.finding(f"the moment {message}", *changed, place=path, evidence={"moments": len(changed)})
 
 
-HS604 = Rule(
-    id="HS604",
-    name="scaler state not saved",
-    severity="warning",
+@define_rule(
+    "HS604",
+    "scaler state not saved",
+    "warning",
     shows="The checkpoint, in the place.",
     what="Training uses a dynamic loss scale, and the checkpoints that it writes do not hold it.",
     why="A resumed run begins at the first scale, 65536 by default: it skips updates until the scale has fallen "
     "to where it was, and takes other steps than the uninterrupted run.",
     fix='Save and load `scaler.state_dict()` beside the optimizer\'s: `{"scaler": scaler.state_dict(), ...}`.',
+    needs="",
 )
-
-
-def check_scaler_saved(record: Record) -> Iterator[Finding]:
+def check_scaler_saved(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields one finding for the newest checkpoint to resume from that lacks it."""
     saved = [facts for facts in record.checkpoints if facts.moments]  # without them it is no place to resume from
     if saved and saved[-1].scaler is False:
-        yield HS604.finding(
+        yield rule.finding(
             f"`{saved[-1].path}` holds the state of the optimizer and not that of the loss scaler",
             place=saved[-1].path,
         )
 
 
-HS605 = Rule(
-    id="HS605",
-    name="unfinished newest checkpoint",
-    severity="error",
+@define_rule(
+    "HS605",
+    "unfinished newest checkpoint",
+    "error",
     shows="What is missing, in the message.",
     what="The newest checkpoint is not complete: the process that wrote it was killed, or the disk was full.",
     why="Loaders that take the newest folder, such as `get_last_checkpoint`, do not look whether it is whole: a "
     "resume fails, or begins with some weights freshly initialized.",
     fix="Remove or rename that folder and resume from the one before. halfstep's own checkpoints are whole or "
     "absent.",
+    needs="",
 )
-
-
-def check_completeness(record: Record) -> Iterator[Finding]:
+def check_completeness(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields a finding if the newest of the checkpoints is not whole."""
     for facts in record.checkpoints[-1:]:
         if not facts.complete:
-            yield HS605.finding(f"`{facts.path}` is not complete: {facts.problem}", place=facts.path)
+            yield rule.finding(f"`{facts.path}` is not complete: {facts.problem}", place=facts.path)
 
 
 def _drifts(
@@ -157,12 +152,3 @@ def _drifts(
             first = changed[0]
             message = f"`{first}` is {was[first]} in `{before.path}` and {now[first]} in `{after.path}`"
             yield after.path, changed, message + (f"; so are {len(changed) - 1} more" if changed[1:] else "")
-
-
-RULES: dict[Rule, Check] = {
-    HS601: check_masters_saved,
-    HS602: check_weight_drift,
-    HS603: check_moment_drift,
-    HS604: check_scaler_saved,
-    HS605: check_completeness,
-}

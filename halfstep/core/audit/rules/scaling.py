@@ -3,100 +3,89 @@
 from collections.abc import Iterator
 from itertools import pairwise
 
-from halfstep.core.audit.finding import Check, Finding, Rule
-from halfstep.core.audit.record import Call, CallKind, Record, by_place, by_target
+from halfstep.core.audit.finding import Finding, Rule, define_rule
+from halfstep.core.audit.record import Call, CallKind, Record, group_calls
 
-HS201 = Rule(
-    id="HS201",
-    name="loss scaler with bf16",
-    severity="warning",
+
+@define_rule(
+    "HS201",
+    "loss scaler with bf16",
+    "warning",
     shows="How many losses were scaled, and how many updates were skipped.",
     what="A GradScaler scales the loss of a training in bf16.",
     why="bf16 has the range of fp32, so there is nothing to scale. The scaler still looks at every gradient, "
     "makes the host wait at each step, and skips updates when the scale itself overflows.",
     fix="Leave the scaler out, or make it with `enabled=False`; it belongs to fp16.",
-    needs="a live run",
 )
-
-
-def check_scaler_with_bf16(record: Record) -> Iterator[Finding]:
+def check_scaler_with_bf16(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields one finding per scaler, if nothing computes in fp16."""
     used = {call.format for call in record.calls_of("autocast")} | {w.format for w in record.weights}
     used |= {op.inside for op in record.operations}
     if "fp16" in used or "bf16" not in used:
         return
     skipped = sum(call.skipped for call in record.calls_of("step"))
-    for scaler, calls in by_target(record.calls_of("scale")).items():
-        yield HS201.finding(
+    for scaler, calls in group_calls(record.calls_of("scale"), "target").items():
+        yield rule.finding(
             f"{scaler} scales losses that are computed in bf16",
             place=calls[0].place,
             evidence={"scaled": len(calls), "skipped": skipped},
         )
 
 
-HS202 = Rule(
-    id="HS202",
-    name="clip before unscale",
-    severity="error",
+@define_rule(
+    "HS202",
+    "clip before unscale",
+    "error",
     shows="How many clips came too early, the scale, and the norm that was clipped.",
     what="Gradients are clipped while they still carry the loss scale.",
     why="The norm is too large by the scale, so that every update is clipped, to a length that falls when the "
     "scale grows: a limit of 1.0 under a scale of 65536 is one of 0.000015.",
     fix="Call `scaler.unscale_(optimizer)` before the clip; in Accelerate, `accelerator.clip_grad_norm_`.",
-    needs="a live run",
 )
-
-
-def check_clipping(record: Record) -> Iterator[Finding]:
+def check_clipping(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields one finding per line that clips."""
     for place, calls in _calls_on_scaled_gradients(record, "clip").items():
         call, scale = calls[0]
-        yield HS202.finding(
+        yield rule.finding(
             f"gradients of {call.target} are clipped at {scale:g} times their size",
             place=place,
             evidence={"clips": len(calls), "scale": scale, "norm": call.numbers.get("norm", 0.0)},
         )
 
 
-HS203 = Rule(
-    id="HS203",
-    name="never unscaled",
-    severity="error",
+@define_rule(
+    "HS203",
+    "never unscaled",
+    "error",
     shows="How many steps took scaled gradients, and the scale.",
     what="An optimizer steps with the gradients of a scaled loss, and nobody has divided them by the scale.",
     why="SGD makes steps that are too large by the scale. Adam hides it until the scale changes, but its epsilon "
     "and a clipping mean nothing, and gradients that are not finite reach the weights.",
     fix="Step with `scaler.step(optimizer)` instead of `optimizer.step()`.",
-    needs="a live run",
 )
-
-
-def check_unscaling(record: Record) -> Iterator[Finding]:
+def check_unscaling(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields one finding per line that steps so."""
     for place, calls in _calls_on_scaled_gradients(record, "step").items():
         call, scale = calls[0]
-        yield HS203.finding(
+        yield rule.finding(
             f"{call.target} steps with gradients of {scale:g} times their size",
             place=place,
             evidence={"steps": len(calls), "scale": scale},
         )
 
 
-HS204 = Rule(
-    id="HS204",
-    name="two scale updates in a step",
-    severity="error",
+@define_rule(
+    "HS204",
+    "two scale updates in a step",
+    "error",
     shows="The steps, and how often the scale changed between two optimizers of one update.",
     what="`scaler.update()` runs between a backward pass and the step that uses its gradients.",
     why="The gradients carry the old scale and are divided by the new one: whenever the scale changes, that step "
     "is wrong by a factor of two. With several optimizers one update each does this.",
     fix="Call `scaler.update()` once, after the last `scaler.step(...)`. Accelerate and Lightning update after "
     "each optimizer: unscale all of them before the first steps (`accelerator.unscale_gradients()`).",
-    needs="a live run",
 )
-
-
-def check_updates_between(record: Record) -> Iterator[Finding]:
+def check_updates_between(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields one finding per line that steps with gradients of an older scale."""
     late: list[Call] = []
     # The optimizers with scaled gradients, and whether the scale was updated since.
@@ -112,64 +101,60 @@ def check_updates_between(record: Record) -> Iterator[Finding]:
             scaled.pop(call.target, None)
         elif call.what in ("unscale", "step") and scaled.pop(call.target, False):
             late.append(call)
-    for place, calls in by_place(late).items():
-        yield HS204.finding(
+    for place, calls in group_calls(late, "place").items():
+        yield rule.finding(
             f"{calls[0].target} steps with gradients from before an update of the scale",
             place=place,
             evidence={"steps": len(calls), "changes of the scale": len(changed)},
         )
 
 
-HS205 = Rule(
-    id="HS205",
-    name="scale never updated",
-    severity="error",
+@define_rule(
+    "HS205",
+    "scale never updated",
+    "error",
     shows="The updates, and the scale that stayed.",
     what="A loss is scaled in update after update, and `scaler.update()` is never called.",
     why="The scale stays at its first value: too large, and every step overflows; too small, and gradients "
     "vanish. `scaler.step` refuses its second call.",
     fix="Call `scaler.update()` at the end of each update.",
-    needs="a live run",
 )
-
-
-def check_scale_updates(record: Record) -> Iterator[Finding]:
+def check_scale_updates(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields one finding per scaler."""
     updated = {call.target for call in record.calls_of("update")}
-    for scaler, calls in by_target(record.calls_of("scale")).items():
+    for scaler, calls in group_calls(record.calls_of("scale"), "target").items():
         updates = len({call.update for call in calls})
         if updates > 1 and scaler not in updated:
-            yield HS205.finding(
+            yield rule.finding(
                 f"{scaler} has scaled the losses of {updates} updates and was never updated",
                 place=calls[0].place,
                 evidence={"updates": updates, "scale": calls[-1].numbers.get("scale", 0.0)},
             )
 
 
-HS206 = Rule(
-    id="HS206",
-    name="scale falls towards 0",
-    severity="error",
+IN_A_ROW = 8  # a scaler that looks for its first scale, from 65536, seldom needs more
+
+
+@define_rule(
+    "HS206",
+    "scale falls towards 0",
+    "error",
     shows="The first scale, the last, and how often it fell.",
     what="The loss scale falls update after update, and the scaler has no floor.",
     why="A scale below 1 cannot be meant: what overflows does so in the forward pass, and no scale cures that. "
     "Each of these updates is skipped; after some hundred the scale is exactly 0, without an error.",
     fix="Find what is not finite (`halfstep train` names it; so does HS503): often activations beyond 65504, "
     "which bf16 can hold. `prepare(model, optimizer, 'fp16-mixed')` has a floor and stops there.",
-    needs="a live run",
 )
-IN_A_ROW = 8  # a scaler that looks for its first scale, from 65536, seldom needs more
-
-
-def check_falling_scale(record: Record) -> Iterator[Finding]:
+def check_falling_scale(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields one finding per scaler whose scale is below 1 and fell, or has fallen many times in a row."""
-    for scaler, updates in by_target(record.calls_of("update")).items():
+    for scaler, updates in group_calls(record.calls_of("update"), "target").items():
         its = [call for call in updates if "after" in call.numbers]
         fell = [call.numbers["after"] < call.numbers["before"] for call in its]
         run = next((i for i, each in enumerate(reversed(fell)) if not each), len(fell))
         last = its[-1].numbers["after"] if its else 1.0
         if (last < 1 and any(fell)) or run >= IN_A_ROW:
-            yield HS206.finding(
+            yield rule.finding(
                 f"the scale of {scaler} fell {sum(fell)} times in {len(its)} updates, to {last:g}",
                 place=its[-1].place,
                 evidence={"scale": last, "first": its[0].numbers["before"], "falls": sum(fell)},
@@ -177,21 +162,18 @@ def check_falling_scale(record: Record) -> Iterator[Finding]:
             )
 
 
-HS207 = Rule(
-    id="HS207",
-    name="schedule steps on skipped updates",
-    severity="warning",
+@define_rule(
+    "HS207",
+    "schedule steps on skipped updates",
+    "warning",
     shows="The skipped updates that the schedule counted.",
     what="A learning-rate schedule advances on updates that the loss scaler skipped.",
     why="Warmup and decay run ahead of the weights; a scaler that looks for its first scale skips most of a short "
     "warmup.",
     fix="Step the schedule only if the scale did not fall: `before = scaler.get_scale(); scaler.update(); "
     "if scaler.get_scale() >= before: schedule.step()`. `run.scheduler_step(schedule)` of halfstep does it.",
-    needs="a live run",
 )
-
-
-def check_schedule(record: Record) -> Iterator[Finding]:
+def check_schedule(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields one finding per line that steps a schedule."""
     skipped: dict[str | None, bool] = {}
     early: list[Call] = []
@@ -200,35 +182,32 @@ def check_schedule(record: Record) -> Iterator[Finding]:
             skipped[call.target] = call.skipped
         elif call.what == "schedule" and skipped.pop(call.target, False):
             early.append(call)
-    for place, calls in by_place(early).items():
-        yield HS207.finding(
+    for place, calls in group_calls(early, "place").items():
+        yield rule.finding(
             f"the schedule of {calls[0].target} advances on {len(calls)} skipped updates",
             place=place,
             evidence={"skipped": len(calls), "updates": record.updates},
         )
 
 
-HS208 = Rule(
-    id="HS208",
-    name="updates inside one autocast region",
-    severity="error",
+@define_rule(
+    "HS208",
+    "updates inside one autocast region",
+    "error",
     shows="The steps inside one region.",
     what="An optimizer makes several steps inside one autocast region.",
     why="Autocast casts each weight once per region and keeps the result: after the first step the forward passes "
     "still use the old weights.",
     fix="Enter the region for the forward pass and the loss only, anew in each iteration; step outside.",
-    needs="a live run",
 )
-
-
-def check_autocast_region(record: Record) -> Iterator[Finding]:
+def check_autocast_region(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields one finding per optimizer."""
     steps = [call for call in record.calls_of("step") if not call.skipped]
-    for optimizer, calls in by_target(steps).items():
+    for optimizer, calls in group_calls(steps, "target").items():
         regions = [call.numbers.get("region", 0.0) for call in calls]
         stale = sum(a == b != 0 for a, b in pairwise(regions))
         if stale:
-            yield HS208.finding(
+            yield rule.finding(
                 f"{optimizer} makes {stale + 1} steps inside one autocast region",
                 place=calls[0].place,
                 evidence={"steps": stale + 1},
@@ -254,15 +233,3 @@ def _calls_on_scaled_gradients(record: Record, what: CallKind) -> dict[str | Non
             if finite and abs(divided / scale - 1) > _ROUNDING:  # else the script has unscaled them by hand
                 found.setdefault(call.place, []).append((call, scale))
     return found
-
-
-RULES: dict[Rule, Check] = {
-    HS201: check_scaler_with_bf16,
-    HS202: check_clipping,
-    HS203: check_unscaling,
-    HS204: check_updates_between,
-    HS205: check_scale_updates,
-    HS206: check_falling_scale,
-    HS207: check_schedule,
-    HS208: check_autocast_region,
-}

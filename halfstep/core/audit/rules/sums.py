@@ -2,25 +2,23 @@
 
 from collections.abc import Iterator
 
-from halfstep.core.audit.finding import Check, Finding, Rule
-from halfstep.core.audit.record import Record, by_target, is_narrow
+from halfstep.core.audit.finding import Finding, Rule, define_rule
+from halfstep.core.audit.record import Record, group_calls, is_narrow
 
-HS301 = Rule(
-    id="HS301",
-    name="accumulation below fp32",
-    severity="warning",
+
+@define_rule(
+    "HS301",
+    "accumulation below fp32",
+    "warning",
     shows="The backward passes that were summed, and the tensors.",
     what="Gradients of several backward passes are summed in bf16 or fp16.",
     why="Each sum is rounded: in bf16 the relative error is 0.4 % over 8 micro-batches and 2.3 % over 512, where "
     "an fp32 sum has 0.1 %. Dividing the sum does not restore what it lost.",
     fix="Keep trainable weights in fp32 (their gradients are then fp32), or let "
     "`prepare(model, optimizer, 'bf16-mixed')` accumulate in fp32.",
-    needs="a live run",
     fix_jax="Sum in fp32: give the loop the fp32 parameter, and cast it inside its body.",
 )
-
-
-def check_accumulation(record: Record) -> Iterator[Finding]:
+def check_accumulation(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields one finding per optimizer, and one per loop inside a graph that sums."""
     for op in record.operations:
         if op.kind == "accumulation" and is_narrow(op.inside):
@@ -28,14 +26,14 @@ def check_accumulation(record: Record) -> Iterator[Finding]:
             message = f"a loop sums gradients{of} in {op.inside}, over {op.count} turns"
             if op.function:
                 message = f"{op.function} sums gradients in {op.inside}"
-            yield HS301.finding_on_operation(op, message, evidence={"passes": op.count})
+            yield rule.finding_on_operation(op, message, evidence={"passes": op.count})
     passes = [call for call in record.calls_of("backward") if call.numbers.get("micro", 1) > 1]
-    for optimizer, its in by_target(passes).items():
+    for optimizer, its in group_calls(passes, "target").items():
         kind = (optimizer or "").split(" ")[0]
         narrow = [w for w in record.weights if w.optimizer == kind and is_narrow(w.grad_format)]
         if narrow:
             most = max(call.numbers["micro"] for call in its)
-            yield HS301.finding(
+            yield rule.finding(
                 f"gradients of {most:.0f} backward passes are summed in {narrow[0].grad_format}, for "
                 f"{len(narrow)} tensors",
                 place=its[0].place,
@@ -43,10 +41,10 @@ def check_accumulation(record: Record) -> Iterator[Finding]:
             )
 
 
-HS302 = Rule(
-    id="HS302",
-    name="reduction below fp32",
-    severity="warning",
+@define_rule(
+    "HS302",
+    "reduction below fp32",
+    "warning",
     shows="The calls, or the ranks.",
     what="Gradients are summed over ranks in bf16 or fp16.",
     why="Every addition on the way rounds to 8 or 11 bits, and the more ranks there are, the more is lost; fp16 "
@@ -56,26 +54,24 @@ HS302 = Rule(
     needs="a live run on several ranks",
     fix_jax="Widen before the sum: `lax.psum(x.astype(jnp.float32), axis)`.",
 )
-
-
-def check_reduction(record: Record) -> Iterator[Finding]:
+def check_reduction(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields one finding per way of reducing, and one per sum inside a graph."""
     for op in record.operations:
         if op.kind == "reduction" and is_narrow(op.inside):
-            yield HS302.finding_on_operation(op, f"`{op.function}` sums {op.inside} over devices")
+            yield rule.finding_on_operation(op, f"`{op.function}` sums {op.inside} over devices")
     for call in record.calls_of("reduce"):
         if is_narrow(call.format):
-            yield HS302.finding(
+            yield rule.finding(
                 f"{call.target} sums gradients in {call.format} over {call.numbers.get('ranks', 0):.0f} ranks",
                 place=call.place,
                 evidence={"ranks": call.numbers.get("ranks", 0)},
             )
 
 
-HS303 = Rule(
-    id="HS303",
-    name="reduced-precision sums allowed",
-    severity="note",
+@define_rule(
+    "HS303",
+    "reduced-precision sums allowed",
+    "note",
     shows="The switch, in the message.",
     what="Matmuls of bf16 or fp16 tensors may sum parts of their products in that format.",
     why="cuBLAS may split a long sum and add the parts in bf16 or fp16. Torch allows it unless forbidden; in fp16 "
@@ -83,27 +79,18 @@ HS303 = Rule(
     fix="`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False`, and the same for fp16.",
     needs="a live run on a GPU",
 )
-
-
-def check_reduced_sums(record: Record) -> Iterator[Finding]:
+def check_reduced_sums(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields one finding per format that is used and may be summed so. Only NVIDIA's and AMD's kernels do it."""
     if record.switches.get("device") != "cuda":
         return
     used = {call.format for call in record.calls_of("autocast")} | {w.format for w in record.weights}
     used |= {op.inside for op in record.operations if op.kind in ("matmul", "attention")}
     if record.switches.get("fp16_sums") and "fp16" in used:
-        yield HS303.finding(
+        yield rule.finding(
             "fp16 matmuls sum in fp16: `allow_fp16_accumulation` is on",
             severity="warning",
             fix="`torch.backends.cuda.matmul.allow_fp16_accumulation = False`",
         )
     for name in ("bf16", "fp16"):
         if record.switches.get(f"{name}_reduced_sums") and name in used:
-            yield HS303.finding(f"{name} matmuls may add parts of a sum in {name}")
-
-
-RULES: dict[Rule, Check] = {
-    HS301: check_accumulation,
-    HS302: check_reduction,
-    HS303: check_reduced_sums,
-}
+            yield rule.finding(f"{name} matmuls may add parts of a sum in {name}")

@@ -2,17 +2,18 @@
 
 from collections.abc import Iterator
 
-from halfstep.core.audit.finding import Check, Finding, Rule
+from halfstep.core.audit.finding import Finding, Rule, define_rule
 from halfstep.core.audit.record import Record, UpdateCounts, Weight, is_narrow
 
 _MASTERS_JAX = (
     "Keep parameters in fp32 and cast them inside the loss function; `halfstep.jax.init` and `make_step` do so."
 )
 
-HS101 = Rule(
-    id="HS101",
-    name="weights without a master",
-    severity="error",
+
+@define_rule(
+    "HS101",
+    "weights without a master",
+    "error",
     shows="The intended updates that were not zero, how many were lost, their share, and the share that arrived.",
     what="The optimizer adds its updates to weights in a format below fp32, and no fp32 master keeps what rounds "
     "away.",
@@ -21,20 +22,21 @@ HS101 = Rule(
     fix="Load or create the model in fp32 and let autocast, or `prepare(model, optimizer, 'bf16-mixed')`, cast it "
     "for computing; `param=fp32:split` keeps the memory of bf16 weights plus 2 bytes per parameter.",
     fix_jax=_MASTERS_JAX,
+    needs="",
 )
-
-
-def check_masters(record: Record) -> Iterator[Finding]:
+def check_masters(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields one finding per weight; without a live step it is a warning, as nobody knows what was lost."""
     for weight in record.weights:
         if weight.trainable and weight.optimizer and is_narrow(weight.stepped) and not weight.stochastic:
-            yield _lost_updates(weight, weight.updates if weight.updates and weight.updates.intended else None)
+            yield _lost_updates(
+                rule, weight, weight.updates if weight.updates and weight.updates.intended else None
+            )
 
 
-def _lost_updates(weight: Weight, counts: UpdateCounts | None) -> Finding:
+def _lost_updates(rule: Rule, weight: Weight, counts: UpdateCounts | None) -> Finding:
     base = f"`{weight.name}` is stepped in {weight.stepped} by {weight.optimizer}, without an fp32 master"
     if counts is None:
-        return HS101.finding_on_weight(weight, base, "param=fp32", severity="warning", confidence="likely")
+        return rule.finding_on_weight(weight, base, "param=fp32", severity="warning", confidence="likely")
     lost = counts.lost / counts.intended
     numbers: dict[str, float] = {"updates": counts.intended, "lost": counts.lost, "lost_share": lost}
     if not counts.exact:
@@ -44,7 +46,7 @@ def _lost_updates(weight: Weight, counts: UpdateCounts | None) -> Finding:
         if counts.applied_fraction is not None:
             numbers["arrived"] = counts.applied_fraction
             words += f", and {counts.applied_fraction:.1%} of what was intended arrived"
-    return HS101.finding_on_weight(
+    return rule.finding_on_weight(
         weight,
         words,
         "param=fp32",
@@ -54,21 +56,18 @@ def _lost_updates(weight: Weight, counts: UpdateCounts | None) -> Finding:
     )
 
 
-HS102 = Rule(
-    id="HS102",
-    name="lost weight decay",
-    severity="error",
+@define_rule(
+    "HS102",
+    "lost weight decay",
+    "error",
     shows="The decays that were not zero, how many were lost, and their share.",
     what="Weight decay is below half of the last bit of the stored weights, so it does nothing to them.",
     why="Decay takes rate x decay of a weight, often 1e-6 of it; bf16 keeps nothing below 1/512. The run trains "
     "without the regularization that its settings name, and norms of weights grow.",
     fix="Keep trainable weights in fp32 (see HS101).",
-    needs="a live run",
     fix_jax=_MASTERS_JAX,
 )
-
-
-def check_decay(record: Record) -> Iterator[Finding]:
+def check_decay(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields one finding per narrow weight of whose decays more than half were lost."""
     for weight in record.weights:
         counts = weight.updates
@@ -77,7 +76,7 @@ def check_decay(record: Record) -> Iterator[Finding]:
         if 2 * counts.decay_lost <= counts.decay_intended:
             continue
         share = counts.decay_lost / counts.decay_intended
-        yield HS102.finding_on_weight(
+        yield rule.finding_on_weight(
             weight,
             f"{share:.1%} of the weight decay of `{weight.name}` is lost, below half an ulp of {weight.stepped}",
             "param=fp32",
@@ -85,10 +84,14 @@ def check_decay(record: Record) -> Iterator[Finding]:
         )
 
 
-HS103 = Rule(
-    id="HS103",
-    name="adapter that never moves",
-    severity="error",
+# Steps: LoRA's A has no gradient in the first, because B is zero, and a warm-up may begin at rate zero.
+_ENOUGH = 3
+
+
+@define_rule(
+    "HS103",
+    "adapter that never moves",
+    "error",
     shows="The steps with a nonzero gradient, the updates intended and lost.",
     what="A trainable adapter still has its first values although it was stepped with nonzero gradients, or no "
     "optimizer holds it.",
@@ -96,14 +99,9 @@ HS103 = Rule(
     "a known case A kept its first values for 84,000 steps.",
     fix="Create adapters in fp32 (PEFT: `autocast_adapter_dtype=True`, its default), and give all of them to the "
     "optimizer.",
-    needs="a live run",
     fix_jax="Create adapters in fp32, and give all of them to the optimizer.",
 )
-# Steps: LoRA's A has no gradient in the first, because B is zero, and a warm-up may begin at rate zero.
-_ENOUGH = 3
-
-
-def check_adapters(record: Record) -> Iterator[Finding]:
+def check_adapters(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields one finding per adapter weight that stood still."""
     any_stepped = any(weight.optimizer for weight in record.weights)
     for weight in record.weights:
@@ -111,7 +109,7 @@ def check_adapters(record: Record) -> Iterator[Finding]:
             continue
         counts = weight.updates
         if counts and counts.steps >= _ENOUGH and counts.gradient and not counts.moved:
-            yield HS103.finding_on_weight(
+            yield rule.finding_on_weight(
                 weight,
                 f"`{weight.name}` ({weight.stepped}) was stepped {counts.steps} times with nonzero gradients and "
                 "still has its first values",
@@ -119,13 +117,16 @@ def check_adapters(record: Record) -> Iterator[Finding]:
             )
         elif weight.optimizer is None and record.updates >= _ENOUGH and any_stepped:
             message = f"no optimizer holds `{weight.name}`, which is trainable"
-            yield HS103.finding_on_weight(weight, message, severity="warning", confidence="likely")
+            yield rule.finding_on_weight(weight, message, severity="warning", confidence="likely")
 
 
-HS104 = Rule(
-    id="HS104",
-    name="moments below fp32",
-    severity="warning",
+_BLOCKWISE = ("int8", "uint8")  # with a scale per block: a choice that someone made, with an error of its own kind
+
+
+@define_rule(
+    "HS104",
+    "moments below fp32",
+    "warning",
     shows="The format of each moment, in the message.",
     what="The optimizer keeps its moments in a format below fp32.",
     why="The second moment of Adam changes by 1/1000 of itself in a step: bf16 rounds that to nothing, so it "
@@ -133,45 +134,33 @@ HS104 = Rule(
     fix="Moments follow the format of the weight that they belong to: keep trainable weights in fp32, or use an "
     "optimizer that keeps its own fp32 state, such as `halfstep.torch.AdamW`.",
     fix_jax="Moments follow the dtype of their parameter: keep parameters in fp32, and leave out `mu_dtype`.",
+    needs="",
 )
-_BLOCKWISE = ("int8", "uint8")  # with a scale per block: a choice that someone made, with an error of its own kind
-
-
-def check_moments(record: Record) -> Iterator[Finding]:
+def check_moments(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields one finding per weight, with the moments that are narrow."""
     for weight in record.weights:
         narrow = {k: fmt for k, fmt in weight.moments.items() if is_narrow(fmt) and fmt not in _BLOCKWISE}
         if narrow:
             formats = ", ".join(f"{name} in {fmt}" for name, fmt in narrow.items())
             message = f"{weight.optimizer or 'the optimizer'} keeps {formats} for `{weight.name}`"
-            yield HS104.finding_on_weight(weight, message, "moments=fp32")
+            yield rule.finding_on_weight(weight, message, "moments=fp32")
 
 
-HS105 = Rule(
-    id="HS105",
-    name="trainable weights in fp16",
-    severity="error",
+@define_rule(
+    "HS105",
+    "trainable weights in fp16",
+    "error",
     shows="The format and the optimizer, in the message.",
     what="The optimizer steps weights that are stored in fp16.",
     why="fp16 has 11 bits and nothing below 6e-8: most updates of a usual learning rate round away, and a loss "
     "scaler refuses them (`Attempting to unscale FP16 gradients`).",
     fix="Keep trainable weights in fp32; autocast or `prepare(model, optimizer, 'fp16-mixed')` casts them.",
     fix_jax=_MASTERS_JAX,
+    needs="",
 )
-
-
-def check_fp16_weights(record: Record) -> Iterator[Finding]:
+def check_fp16_weights(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields one finding per trainable fp16 weight that has no wider master."""
     for weight in record.weights:
         if weight.trainable and weight.optimizer and weight.stepped == "fp16":
             message = f"`{weight.name}` is trained in fp16 by {weight.optimizer}, without a master in fp32"
-            yield HS105.finding_on_weight(weight, message, "param=fp32")
-
-
-RULES: dict[Rule, Check] = {
-    HS101: check_masters,
-    HS102: check_decay,
-    HS103: check_adapters,
-    HS104: check_moments,
-    HS105: check_fp16_weights,
-}
+            yield rule.finding_on_weight(weight, message, "param=fp32")

@@ -16,8 +16,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from numpy.typing import NDArray
 
-from halfstep.core.audit.kinds import buffer_kind, weight_kind
-from halfstep.core.audit.record import Buffer, UpdateCounts, Weight
+from halfstep.core.audit.record import Buffer, UpdateCounts, Weight, buffer_kind, weight_kind
 from halfstep.core.audit.updates import Intended, count, count_unknown
 from halfstep.core.observed import WEIGHT_COLUMNS
 from halfstep.mlx.convert.places import arrays

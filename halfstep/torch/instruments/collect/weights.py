@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.core.audit.kinds import buffer_kind, weight_kind
-from halfstep.core.audit.record import Buffer, CheckpointFacts, Weight
+from halfstep.core.audit.record import Buffer, CheckpointFacts, Weight, buffer_kind, weight_kind
 from halfstep.core.errors import StateError
 from halfstep.torch.instruments.collect.tensors import belongs_to_halfstep, format_name, is_split
 from halfstep.torch.instruments.collect.updates import UpdateWatch

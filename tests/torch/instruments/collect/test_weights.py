@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.core.audit.kinds import buffer_kind, weight_kind
+from halfstep.core.audit.record import buffer_kind, weight_kind
 from halfstep.torch import AdamW, prepare
 from halfstep.torch.instruments.collect.weights import buffers_of, weights_of
 
