@@ -92,7 +92,7 @@ def scaled(history: History, policy: Policy | None) -> bool:
     """Whether a loss scale is in use: by the policy, or by what was recorded before the policy was changed."""
     if policy is not None and not isinstance(policy.scale, NoScale):
         return True
-    return bool((history.column("scale").numbers != 1).any())
+    return bool((history.steps.column("scale").numbers != 1).any())
 
 
 def why_unscaled(policy: Policy) -> str:
@@ -113,7 +113,7 @@ def why_unscaled(policy: Policy) -> str:
 
 
 def _loss(history: History, marks: Mapping[int, str]) -> Chart | None:
-    train, held_out = history.column("loss"), history.held_out("loss")
+    train, held_out = history.steps.column("loss"), history.held_out("loss")
     if not len(train.numbers) and not len(held_out.numbers):
         return None
     lines = list(_noisy("training", train, history.steps.even("loss")))
@@ -152,7 +152,7 @@ def _single(
     unit: Literal["plain", "count", "size"],
     log: Literal["never", "always"] = "never",
 ) -> Chart | None:
-    series, even = history.column(column), history.steps.even(column)
+    series, even = history.steps.column(column), history.steps.even(column)
     if not len(series.numbers):
         return None
     written = _WRITTEN[unit]
@@ -166,7 +166,8 @@ def _single(
 
 def _rates(history: History) -> Chart | None:
     """Returns the learning rate of every optimizer and kind of parameter; those that are the same share a line."""
-    recorded, sessions = history.column("learning_rate"), [_session_rates(each.start) for each in history.sessions]
+    recorded = history.steps.column("learning_rate")
+    sessions = [_session_rates(each.start) for each in history.sessions]
     if not len(recorded.numbers) or not all(sessions):  # a configuration of another version
         return _single(history, "learning_rate", "rate", "Learning rate", "rate", "plain")
     lines: dict[tuple[bytes, str], tuple[list[str], Series]] = {}
@@ -206,7 +207,7 @@ def _noisy(label: str, series: Series, even: Series) -> tuple[Line, Line]:
 
 
 def _scale(history: History) -> Chart | None:
-    series = history.column("scale")
+    series = history.steps.column("scale")
     if not len(series.numbers):
         return None
     skips = history.skips()

@@ -49,16 +49,19 @@ def evidence(result: Comparison) -> list[Row]:
     a, b = result.a, result.b
     rows = [("runs", str(len(a.runs)), str(len(b.runs)))]
     if a.losses:
-        rows.append((result.measure, _mean(a.losses), _mean(b.losses)))
+        rows.append((result.measure, plain(float(np.mean(a.losses)), 6), plain(float(np.mean(b.losses)), 6)))
     if result.spread is not None:
-        rows.append(("spread over seeds", _spread(a.losses), plain(result.spread)))
+        finite = all(map(math.isfinite, a.losses))
+        spread = plain(float(np.std(a.losses, ddof=1))) if finite else "not a number"
+        rows.append(("spread over seeds", spread, plain(result.spread)))
     if a.tokens_per_second and b.tokens_per_second:
         faster = f" ({a.tokens_per_second / b.tokens_per_second:.2f} times)"
         rows.append(("tokens per second", count(a.tokens_per_second) + faster, count(b.tokens_per_second)))
     if a.memory and b.memory:
         rows.append(("peak memory", f"{size(a.memory)} ({a.memory / b.memory:.2f} times)", size(b.memory)))
     if result.curves is not None:
-        rows.append(("first step where losses differ at all", _step(result.first_difference, "none"), ""))
+        differ = "none" if result.first_difference is None else f"{result.first_difference:,}"
+        rows.append(("first step where losses differ at all", differ, ""))
         rows.append(("first step that seeds do not explain", describe_divergence(result), ""))
     rows += [(key, _format_value(one), _format_value(other)) for key, one, other in result.settings]
     return rows
@@ -75,7 +78,6 @@ def describe_divergence(result: Comparison) -> str:
 def html(result: Comparison) -> str:
     """Returns the page."""
     drawn = charts(result)
-    tiles = _tiles(result)
     labels = result.seeds or range(1, len(result.a.losses) + 1)
     pairs = list(zip(labels, result.a.losses, result.b.losses, strict=False))  # without a verdict, no losses
     return fill(
@@ -83,7 +85,7 @@ def html(result: Comparison) -> str:
         title=f"{result.a.name} against {result.b.name}",
         headline=conclusion(result),
         kind=None if result.verdict is None else result.verdict.kind,
-        tiles=tiles,
+        tiles=_tiles(result),
         result=result,
         rows=evidence(result),
         pairs=[(str(label), plain(a, 6), plain(b, 6), signed(a - b)) for label, a, b in pairs],
@@ -106,7 +108,8 @@ def charts(result: Comparison) -> list[Chart]:
 
 
 def _means(result: Comparison, a: Curves, b: Curves) -> Chart:
-    means = {side.name: _join_runs(curves) for side, curves in ((result.a, a), (result.b, b))}
+    both = ((result.a, a), (result.b, b))
+    means = {side.name: Series(curves.steps, np.mean(curves.values, axis=0)) for side, curves in both}
     looks: tuple[Look, ...] = ("main", "held-out")
     lines = [Line(name, look, series) for (name, series), look in zip(means.items(), looks, strict=False)]
     ends = "; ".join(f"{name} ends at {plain(float(series.values[-1]))}" for name, series in means.items())
@@ -135,29 +138,24 @@ def _mark(result: Comparison) -> tuple[Line, ...]:
     return (Line("parting", "event", Series([parting.step], [math.nan]), (f"parts in the {parting.name}",)),)
 
 
-def _join_runs(curves: Curves) -> Series:
-    return Series(curves.steps, np.mean(curves.values, axis=0))
-
-
-def _tiles(result: Comparison) -> list[dict[str, str]]:
+def _tiles(result: Comparison) -> list[tuple[str, str, str]]:
+    """Returns the key figures: the name of each, its value, and a note."""
     verdict, a, b = result.verdict, result.a, result.b
     tiles = []
     if verdict is not None:
-        tiles.append(
-            {"name": "mean gap", "value": signed(verdict.mean), "note": f"99 %: {_interval(verdict.interval99)}"}
-        )
-        tiles.append({"name": "does not matter", "value": f"±{plain(verdict.delta)}", "note": result.measure})
+        tiles.append(("mean gap", signed(verdict.mean), f"99 %: {_interval(verdict.interval99)}"))
+        tiles.append(("does not matter", f"±{plain(verdict.delta)}", result.measure))
     if result.curves is not None:
         step = "none" if result.parting is None else f"step {result.parting.step:,}"
         step = "unknown" if result.parting_unknown else step
-        tiles.append({"name": "curves part", "value": step, "note": describe_divergence(result)})
+        tiles.append(("curves part", step, describe_divergence(result)))
     if a.tokens_per_second and b.tokens_per_second:
         value = f"{a.tokens_per_second / b.tokens_per_second:.2f} times"
         note = f"{count(a.tokens_per_second)} against {count(b.tokens_per_second)} tokens per second"
-        tiles.append({"name": "speed", "value": value, "note": note})
+        tiles.append(("speed", value, note))
     if a.memory and b.memory:
         note = f"{size(a.memory)} against {size(b.memory)}"
-        tiles.append({"name": "peak memory", "value": f"{a.memory / b.memory:.2f} times", "note": note})
+        tiles.append(("peak memory", f"{a.memory / b.memory:.2f} times", note))
     return tiles
 
 
@@ -168,19 +166,6 @@ def signed(value: float) -> str:
 
 def _interval(ends: tuple[float, float]) -> str:
     return f"[{signed(ends[0])}, {signed(ends[1])}]"
-
-
-def _mean(losses: tuple[float, ...]) -> str:
-    return plain(float(np.mean(losses)), 6)
-
-
-def _spread(losses: tuple[float, ...]) -> str:
-    finite = all(map(math.isfinite, losses))
-    return plain(float(np.std(losses, ddof=1))) if finite else "not a number"
-
-
-def _step(step: int | None, otherwise: str) -> str:
-    return otherwise if step is None else f"{step:,}"
 
 
 def _format_value(value: Any) -> str:

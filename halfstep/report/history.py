@@ -133,18 +133,9 @@ class History:
         return outcome if outcome is not None and outcome["event"] == "stop" else None
 
     @property
-    def last_step(self) -> int:
-        """The last step taken, or 0."""
-        return self.steps.last
-
-    @property
     def seconds(self) -> float:
         """Time spent running, over all sessions; pauses between them do not count."""
         return sum(session.seconds for session in self.sessions)
-
-    def column(self, name: str) -> Series:
-        """One field of the steps, over steps."""
-        return self.steps.column(name)
 
     def held_out(self, name: str) -> Series:
         """One field of the evaluations on held-out text, over steps."""
@@ -152,7 +143,7 @@ class History:
 
     def skips(self) -> dict[int, int]:
         """Returns how many steps were skipped, by the step whose event first counts them."""
-        counts = self.column("skipped")
+        counts = self.steps.column("skipped")
         known = np.isfinite(counts.values)
         steps, totals = np.asarray(counts.steps)[known], np.asarray(counts.values)[known]
         before = np.concatenate([[0.0], totals[:-1]])

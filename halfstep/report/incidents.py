@@ -1,7 +1,9 @@
 """Incidents: what happened to a run besides its steps, such as skips, spikes, failed saves, stops and resumes.
 
-The events report them one by one; here they become rows, in the order of time. What belongs together is one row:
-skips and spikes of consecutive steps, saves that fail until one succeeds, warnings with the same words.
+Beside them stands what the audit found: each finding once, the worst first.
+
+The events report incidents one by one; here they become rows, in the order of time. What belongs together is one
+row: skips and spikes of consecutive steps, saves that fail until one succeeds, warnings with the same words.
 
 No row is dropped, unlike steps that a later session repeats (history.py): it did happen. Two things are not
 rows. An overflow under a loss scale is how the scale is found, and its chart marks it. A warning from before the
@@ -35,6 +37,8 @@ NAMES = {
 
 SHOWN = 50  # the last rows; events.jsonl has the rest
 OFFSETS = 4  # how many places in the data a row names
+SEVERITIES = ("error", "warning", "note")  # of findings
+NAMED = 8  # how many tensors or modules a finding names
 
 
 @dataclass
@@ -141,13 +145,18 @@ class IncidentReader:
             case "step":
                 self._step = step
             case "checkpoint":
-                self._take_checkpoint(step, event)
+                self._newest = step
+                if failed := self._open.pop(("save_failed", ""), None):
+                    details = f"`{event.get('path')}` is complete; failed saves before it: {failed.times:,}"
+                    self._row("saved", step, event, details)
             case "skip":
                 self._skip(step, event)
             case "not_finite":
                 self._streak("not_finite", step, event, _add_places("the gradients were finite", event))
             case "spike":
-                self._streak("spike", step, event, _spike(event))
+                loss, median = (plain(number(event.get(name))) for name in ("loss", "median"))
+                details = f"the loss was {loss}, the median of those before it {median}"
+                self._streak("spike", step, event, _add_places(details, event))
             case "low_scale":
                 self._row("low_scale", step, event, message)
             case "cause":
@@ -181,13 +190,6 @@ class IncidentReader:
             self._step = self._newest = at
         self._open = {key: row for key, row in self._open.items() if row.kind == "warning"}
         self._running = True
-
-    def _take_checkpoint(self, step: int, event: Event) -> None:
-        self._newest = step
-        failed = self._open.pop(("save_failed", ""), None)
-        if failed is not None:
-            details = f"`{event.get('path')}` is complete; failed saves before it: {failed.times:,}"
-            self._row("saved", step, event, details)
 
     def _skip(self, step: int, event: Event) -> None:
         loss = number(event.get("loss"))
@@ -231,11 +233,6 @@ def _stop(step: int, event: Event) -> str:
     return f"{reason}; not saved: {plural(step - saved, 'step')} after the checkpoint of step {saved:,}"
 
 
-def _spike(event: Event) -> str:
-    loss, median = (plain(number(event.get(name))) for name in ("loss", "median"))
-    return _add_places(f"the loss was {loss}, the median of those before it {median}", event)
-
-
 def _add_places(details: str, event: Event) -> str:
     """Adds where the data of an update begins: the places in the first file, and how many more there are."""
     places = list(_places(event.get("where")))
@@ -260,3 +257,33 @@ def _places(where: Any) -> Iterable[tuple[str, str]]:
 def _whole(value: Any, otherwise: int) -> int:
     read = number(value)
     return int(read) if math.isfinite(read) else otherwise
+
+
+def findings(events: list[Event]) -> list[dict[str, Any]]:
+    """Returns a row for each finding: the rule, what is wrong, where, how it is known, and what to do."""
+    known: dict[tuple[str, ...], dict[str, Any]] = {}
+    for event in events:
+        where = event.get("where")
+        names = [str(name) for name in where] if isinstance(where, list) else []
+        known[str(event.get("rule")), str(event.get("place")), *names] = _finding(event, names)
+    order = {severity: place for place, severity in enumerate(SEVERITIES)}
+    return sorted(known.values(), key=lambda row: (order.get(row["severity"], len(order)), row["rule"]))
+
+
+def _finding(event: Event, names: list[str]) -> dict[str, Any]:
+    more = f" and {plural(len(names) - NAMED, 'other')}" if len(names) > NAMED else ""
+    named = ", ".join(f"`{name.replace('`', '')}`" for name in names[:NAMED]) + more
+    place, numbers, confidence = (event.get(name) for name in ("place", "evidence", "confidence"))
+    evidence = [f"{k} {plain(number(v))}" for k, v in numbers.items()] if isinstance(numbers, dict) else []
+    if confidence not in (None, "certain"):
+        evidence.append(f"{confidence}, not certain")
+    return {
+        "rule": str(event.get("rule")),
+        "severity": str(event.get("severity") or "warning"),
+        "step": int(number(event.get("step") or 0)),
+        "message": str(event.get("message")),
+        "where": ", at ".join(part for part in (named, f"`{place}`" if place else "") if part),
+        "evidence": ", ".join(evidence),
+        "fix": str(event.get("fix") or ""),
+        "policy_rule": str(event.get("policy_rule") or ""),
+    }

@@ -50,7 +50,8 @@ def figures(history: LayerHistory) -> LayerFigures | None:
     formats = {role: [layer.formats.get(role, "") for layer in history.layers] for role in ROLES}
     named = {*COMPARED, *(f for written in formats.values() for f in map(own_format, written) if f is not None)}
     values = _stack_columns(columns, len(history.layers))
-    samples = coarse(history.samples, max(2, _most_samples(history)))
+    ends = [_ends(history.samples, key) for key in {key for one in history.samples for key in one.histograms}]
+    samples = coarse(history.samples, max(2, SHARES // max(1, sum(high - low + 1 for low, high in ends))))
     data = {
         "names": [layer.name for layer in history.layers],
         "kinds": [layer.kind for layer in history.layers],
@@ -108,12 +109,6 @@ def _stack_columns(columns: list[Column], layers: int) -> NDArray[np.float32]:
 
 
 # ---- histograms
-
-
-def _most_samples(history: LayerHistory) -> int:
-    keys = {key for one in history.samples for key in one.histograms}
-    widths = sum(high - low + 1 for low, high in (_ends(history.samples, key) for key in keys))
-    return SHARES // max(1, widths)
 
 
 def _ends(samples: Iterable[Distribution], key: tuple[int, str]) -> tuple[int, int]:

@@ -12,17 +12,16 @@ from typing import Any
 
 from halfstep.core.roles import ROLES
 from halfstep.report import summary
-from halfstep.report.charts import Chart, charts, scaled, why_unscaled
-from halfstep.report.findings import SEVERITIES, findings
+from halfstep.report.charts import charts, scaled, why_unscaled
 from halfstep.report.history import Event, History, nested, read_changes
-from halfstep.report.incidents import IncidentReader
-from halfstep.report.layers import LayerFigures, figures
+from halfstep.report.incidents import SEVERITIES, IncidentReader, findings
+from halfstep.report.layers import figures
 from halfstep.report.settings import command, describe_policies, read_policy, settings, starting_warnings
 from halfstep.report.shadows import shadows
 from halfstep.report.template import fill
 from halfstep.report.time_breakdown import time_breakdown
-from halfstep.report.what_if import WhatIf, what_if
 from halfstep.report.what_if import as_data as what_if_data
+from halfstep.report.what_if import what_if
 from halfstep.training.telemetry.events import stream_events
 
 # Lists that grow with a run are cut to this many rows: a page is for reading, the folder has the rest.
@@ -76,19 +75,18 @@ def _contents(history: History, reader: IncidentReader) -> dict[str, Any]:
     beside = shadows(history)
     drawn[1:1] = [] if beside is None else [beside.chart]  # where the page has it
     by_id = {chart.id: chart for chart in drawn}
-    layers, lost, every = figures(history.layers), what_if(history.layers), settings(history)
-    num_checkpoints = len(history.checkpoints)
-    newest = f": the last {SHOWN} of {num_checkpoints:,}" if num_checkpoints > SHOWN else ""
+    layers, lost, newest = figures(history.layers), what_if(history.layers), history.layers.newest
+    every, num_checkpoints = settings(history), len(history.checkpoints)
+    cut = f": the last {SHOWN} of {num_checkpoints:,}" if num_checkpoints > SHOWN else ""
     return {
+        "history": history,
         "headline": summary.headline(history),
         "result": summary.result(history),
         "status": summary.status(history),
-        "recipe_title": history.config.get("title"),  # its own words: its settings may have been changed
         "particulars": summary.particulars(history),
         "initial_weights": summary.initial_weights(history),
         "data_description": nested(history.start, "data", "description"),
         "data_digest": nested(history.start, "data", "digest"),
-        "halfstep": history.start.get("halfstep"),
         "tiles": summary.tiles(history),
         "policy_text": history.policies[-1][1],
         "policies": describe_policies(history),
@@ -97,7 +95,6 @@ def _contents(history: History, reader: IncidentReader) -> dict[str, Any]:
         "choice_preset": nested(history.choice, "preset"),
         "choice_reason": nested(history.choice, "reason"),
         "warnings": starting_warnings(history),
-        "num_warnings": len(history.warnings),
         "shown": SHOWN,
         "policy": policy,
         "policy_error": policy_error,
@@ -105,7 +102,11 @@ def _contents(history: History, reader: IncidentReader) -> dict[str, Any]:
         "loss_chart": by_id.get("loss"),
         "scale_chart": by_id.get("scale"),
         "others": [chart for chart in drawn if chart.id not in ("loss", "shadow", "scale")],
-        "data": _data(drawn, layers, lost, history),
+        "data": {
+            "charts": {chart.id: chart.data() for chart in drawn},
+            "layers": layers and layers.data,
+            "what_if": [] if lost is None or newest is None else what_if_data(lost, newest),
+        },
         "shadows": beside,
         "layers": layers,
         "what_if": lost,
@@ -114,23 +115,11 @@ def _contents(history: History, reader: IncidentReader) -> dict[str, Any]:
         "no_scale_reason": why_unscaled(policy) if policy and not scaled(history, policy) else None,
         "incidents": incidents,
         "time": time_breakdown(history),
-        "sessions": history.sessions,
         "changed_settings": [one for one in every if one.default is not None],
         "default_settings": [one for one in every if one.default is None],
         "checkpoints": list(history.checkpoints.items())[-SHOWN:],
-        "checkpoints_caption": f"Checkpoints written{newest}",
+        "checkpoints_caption": f"Checkpoints written{cut}",
         "command": command(history),
-    }
-
-
-def _data(
-    drawn: list[Chart], layers: LayerFigures | None, lost: WhatIf | None, history: History
-) -> dict[str, Any]:
-    newest = history.layers.newest
-    return {
-        "charts": {chart.id: chart.data() for chart in drawn},
-        "layers": layers and layers.data,
-        "what_if": [] if lost is None or newest is None else what_if_data(lost, newest),
     }
 
 

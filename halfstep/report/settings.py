@@ -83,11 +83,8 @@ def read_policy(history: History) -> tuple[Policy | None, str]:
 
 def describe_policies(history: History) -> str:
     """Says which precisions the run had one after another; empty if it had one."""
-    (_, first), *later = history.policies
-    parts = [f"`{first}` up to step {later[0][0]:,}"] if later else []
-    for (_, policy), (until, _) in pairwise(later):
-        parts.append(f"`{policy}` up to step {until:,}")
-    return ", then ".join([*parts, f"`{later[-1][1]}`"]) if later else ""
+    parts = [f"`{policy}` up to step {until:,}" for (_, policy), (until, _) in pairwise(history.policies)]
+    return ", then ".join([*parts, f"`{history.policies[-1][1]}`"]) if parts else ""
 
 
 def starting_warnings(history: History) -> dict[str, list[float]]:

@@ -1,5 +1,6 @@
 """Steps beside the same steps in fp32: the loss against what noise does to it, and layers that left their band."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,25 +14,13 @@ SHOWN = 20  # layers
 
 
 @dataclass(frozen=True)
-class LayerRow:
-    """A layer that left the band: when it did last, how far, and how often."""
-
-    name: str
-    step: int
-    cosine: str
-    norm_ratio: str
-    sqnr: str
-    times: int
-
-
-@dataclass(frozen=True)
 class Shadows:
     """The section: a chart, a sentence, and the layers outside, those of the last shadow first."""
 
     chart: Chart
     summary: str
     caption: str
-    rows: list[LayerRow]
+    rows: list[dict[str, Any]]  # when a layer left the band last, how far, and how often
 
 
 def shadows(history: History) -> Shadows | None:
@@ -49,7 +38,7 @@ def shadows(history: History) -> Shadows | None:
 def _chart(events: Mapping[int, Event]) -> Chart:
     steps = list(events)
     difference = [number(event.get("difference")) for event in events.values()]
-    low, high = ([_bound(event, at) for event in events.values()] for at in (0, 1))
+    low, high = zip(*(_band_of(event, "band") for event in events.values()), strict=True)
     lines = (
         Line("loss above that in fp32", "held-out", Series(steps, difference)),
         Line("lowest of noise", "reference", Series(steps, low)),
@@ -64,12 +53,14 @@ def _chart(events: Mapping[int, Event]) -> Chart:
     return Chart("shadow", "Loss beside fp32", "plain", lines, caption, wide=True)
 
 
-def _bound(event: Event, at: int) -> float:
-    band = event.get("band")
-    return number(band[at]) if isinstance(band, list | tuple) and len(band) == 2 else float("nan")
+def _band_of(table: Mapping[str, Any], key: str) -> tuple[float, float]:
+    """Returns the ends of a band; NaN where there is none."""
+    band = table.get(key)
+    low, high = band if isinstance(band, list | tuple) and len(band) == 2 else (None, None)
+    return number(low), number(high)
 
 
-def _summary(events: Mapping[int, Event], rows: list[LayerRow]) -> str:
+def _summary(events: Mapping[int, Event], rows: list[dict[str, Any]]) -> str:
     last = [*events.values()][-1]
     noise = str(last.get("noise") or "the compute format")
     text = (
@@ -84,28 +75,26 @@ def _summary(events: Mapping[int, Event], rows: list[LayerRow]) -> str:
     return f"{text} Alone, with the rest in fp32, these lead outside: {named}." if named else text
 
 
-def _rows(events: Mapping[int, Event]) -> list[LayerRow]:
-    times: dict[str, int] = {}
+def _rows(events: Mapping[int, Event]) -> list[dict[str, Any]]:
+    times: Counter[str] = Counter()
     last: dict[str, tuple[int, Mapping[str, Any]]] = {}
     for step, event in events.items():
         for name, layer in (event.get("layers") or {}).items():
             if layer.get("outside"):
-                times[name] = times.get(name, 0) + 1
+                times[name] += 1
                 last[name] = step, layer
-    rows = [_row(name, *last[name], times[name]) for name in last]
-    return sorted(rows, key=lambda row: (-row.step, -row.times))
+    rows = [
+        {"name": name, "times": times[name], "step": step, **_row(layer)} for name, (step, layer) in last.items()
+    ]
+    return sorted(rows, key=lambda row: (-row["step"], -row["times"]))
 
 
-def _row(name: str, step: int, layer: Mapping[str, Any], times: int) -> LayerRow:
-    band = layer.get("band")
-    band = band if isinstance(band, Mapping) else {}
-    ratio = band.get("norm_ratio")
-    low, high = ratio if isinstance(ratio, list | tuple) and len(ratio) == 2 else (None, None)
-    return LayerRow(
-        name,
-        step,
-        f"{number(layer.get('cosine')):.6f} (lowest {number(band.get('cosine')):.6f})",
-        f"{number(layer.get('norm_ratio')):.4f} ({number(low):.4f} to {number(high):.4f})",
-        f"{number(layer.get('sqnr')):.1f} dB (lowest {number(band.get('sqnr')):.1f})",
-        times,
-    )
+def _row(layer: Mapping[str, Any]) -> dict[str, str]:
+    given = layer.get("band")
+    band = given if isinstance(given, Mapping) else {}
+    low, high = _band_of(band, "norm_ratio")
+    return {
+        "cosine": f"{number(layer.get('cosine')):.6f} (lowest {number(band.get('cosine')):.6f})",
+        "norm_ratio": f"{number(layer.get('norm_ratio')):.4f} ({low:.4f} to {high:.4f})",
+        "sqnr": f"{number(layer.get('sqnr')):.1f} dB (lowest {number(band.get('sqnr')):.1f})",
+    }

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,7 +28,7 @@ def _without_rules(policy: str) -> str:
 
 
 def _how_long(history: History) -> str:
-    steps, planned = history.last_step, nested(history.config, "training", "steps")
+    steps, planned = history.steps.last, nested(history.config, "training", "steps")
     if history.end is None and isinstance(planned, int):
         taken = f"{steps:,} of {plural(planned, 'step')}"
     else:
@@ -39,37 +38,29 @@ def _how_long(history: History) -> str:
 
 def result(history: History) -> str:
     """Says how well the model does on held-out text."""
-    bits, bigram = bits_per_byte(history), number(nested(history.start, "data", "bigram_bits"))
+    bits, bigram = _last_score(history, "bits_per_byte"), number(nested(history.start, "data", "bigram_bits"))
     if bits is not None and math.isfinite(bits):
         score = f"Held-out text takes {plain(bits)} bits per byte"
         if not bigram > 0:
             return f"{score}."
         return f"{score}; its bigram entropy is {plain(bigram)}, a ratio of {plain(bits / bigram, 3)}."
-    loss = validation_loss(history)
+    loss = _last_score(history, "loss")
     if loss is not None:
         return f"The loss on held-out text is {plain(loss)}."
     return "No held-out text has been scored yet."
 
 
-@dataclass(frozen=True)
-class Status:
-    """A note on a run that did not reach its end."""
-
-    title: str
-    details: str
-
-
-def status(history: History) -> Status | None:
-    """Returns where an unfinished run stands; None for one that reached its end."""
+def status(history: History) -> tuple[str, str] | None:
+    """Returns where an unfinished run stands, a title and details; None for one that reached its end."""
     if history.end is not None:
         return None
     stop = history.stop
     if stop is not None:
-        at = int(stop.get("step") or history.last_step)
-        return Status("This run was stopped", f" at step {at:,}: {stop.get('reason')}")
+        at = int(stop.get("step") or history.steps.last)
+        return "This run was stopped", f" at step {at:,}: {stop.get('reason')}"
     seen = moment(history.sessions[-1].last_time)
-    details = f": its events end at step {history.last_step:,}, {seen}. It is still running, or it was killed."
-    return Status("This run is unfinished", details)
+    details = f": its events end at step {history.steps.last:,}, {seen}. It is still running, or it was killed."
+    return "This run is unfinished", details
 
 
 def particulars(history: History) -> list[str]:
@@ -95,56 +86,33 @@ def initial_weights(history: History) -> str | None:
     return "; ".join([f"{layout} from {path}, SHA-256 {digest}", *map(str, notes)])
 
 
-@dataclass(frozen=True)
-class Tile:
-    """One key figure, and what to compare it with."""
-
-    name: str
-    value: str
-    note: str
-
-
-def tiles(history: History) -> list[Tile]:
-    """Returns the key figures that were recorded."""
-    bits, bigram = bits_per_byte(history), number(nested(history.start, "data", "bigram_bits"))
-    speeds, memory = history.steps.even("tokens_per_second").numbers, history.column("memory").numbers
-    tokens = number(history.start.get("tokens_per_step")) * history.last_step
+def tiles(history: History) -> list[tuple[str, str, str]]:
+    """Returns the key figures that were recorded: the name of each, its value, and what to compare it with."""
+    bits, bigram = _last_score(history, "bits_per_byte"), number(nested(history.start, "data", "bigram_bits"))
+    ended = (history.end or {}).get("loss")
+    loss = history.steps.latest("loss") if ended is None else number(ended)
+    speeds, memory = history.steps.even("tokens_per_second").numbers, history.steps.column("memory").numbers
+    tokens = number(history.start.get("tokens_per_step")) * history.steps.last
     used, of = utilization(history) or (None, "")
     evaluated = max(history.validations, default=0)
     figures: list[tuple[str, float | None, Callable[[float], str], str]] = [
         ("bits per byte, held out", bits, plain, f"bigram entropy {plain(bigram)}" if bigram > 0 else ""),
-        ("held-out loss", validation_loss(history), plain, f"at step {evaluated:,}" if evaluated else ""),
-        ("training loss", training_loss(history), plain, f"at step {history.last_step:,}"),
+        ("held-out loss", _last_score(history, "loss"), plain, f"at step {evaluated:,}" if evaluated else ""),
+        ("training loss", loss, plain, f"at step {history.steps.last:,}"),
         ("tokens per second", float(np.median(speeds)) if len(speeds) else None, count, "median of the steps"),
         ("model FLOPs utilization", used, percent, of),
         ("time", history.seconds, duration, f"{count(tokens)} tokens"),
-        ("skipped steps", sum(history.skips().values()), plain, f"of {history.last_step:,}"),
+        ("skipped steps", sum(history.skips().values()), plain, f"of {history.steps.last:,}"),
         ("peak memory", float(memory.max()) if len(memory) else None, size, "highest that a step recorded"),
     ]
-    return [Tile(name, shown(value), note) for name, value, shown, note in figures if value is not None]
+    return [(name, shown(value), note) for name, value, shown, note in figures if value is not None]
 
 
-def bits_per_byte(history: History) -> float | None:
-    """Returns the last score of held-out text in bits per byte; None if there is none."""
-    return _value_at_end(history, "bits_per_byte", _last_evaluation(history, "bits_per_byte"))
+def _last_score(history: History, name: str) -> float | None:
+    """Returns a score of held-out text, of the end or else of the last evaluation that has it.
 
-
-def validation_loss(history: History) -> float | None:
-    """Returns the last loss on held-out text."""
-    return _value_at_end(history, "validation_loss", _last_evaluation(history, "loss"))
-
-
-def training_loss(history: History) -> float | None:
-    """Returns the loss of the last step."""
-    return _value_at_end(history, "loss", history.steps.latest("loss"))
-
-
-def _value_at_end(history: History, name: str, otherwise: float | None) -> float | None:
-    """Returns what the end recorded, or else the last event; a NaN is reported as such, not passed over."""
-    recorded = (history.end or {}).get(name)
-    return otherwise if recorded is None else number(recorded)
-
-
-def _last_evaluation(history: History, name: str) -> float | None:
-    recorded = (event.get(name) for event in reversed(history.validations.values()))
-    return next((number(value) for value in recorded if value is not None), None)
+    A NaN is reported as such, and not passed over for an earlier number.
+    """
+    at_end = (history.end or {}).get("validation_loss" if name == "loss" else name)
+    scores = [at_end, *(event.get(name) for event in reversed(history.validations.values()))]
+    return next((number(score) for score in scores if score is not None), None)

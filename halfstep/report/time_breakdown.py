@@ -51,7 +51,8 @@ class TimeBreakdown:
 
 def time_breakdown(history: History) -> TimeBreakdown | None:
     """Returns where the time went; None if no session recorded its totals."""
-    outcomes = _outcomes_with_totals(history)
+    sessions = [session.outcome for session in history.sessions]
+    outcomes = [o for o in sessions if o is not None and isinstance(o.get("spent"), Mapping)]
     spent = _sum([outcome["spent"] for outcome in outcomes])
     wall = sum(spent.values())
     if not wall > 0:
@@ -118,11 +119,6 @@ def _notes(history: History, outcomes: list[Mapping[str, Any]]) -> list[str]:
             f"Sessions that ended abruptly, and are not in the table: {missing} of {len(history.sessions)}."
         )
     return notes
-
-
-def _outcomes_with_totals(history: History) -> list[Mapping[str, Any]]:
-    outcomes = [session.outcome for session in history.sessions]
-    return [o for o in outcomes if o is not None and isinstance(o.get("spent"), Mapping)]
 
 
 def _sum(tables: list[Mapping[str, Any]]) -> dict[str, float]:

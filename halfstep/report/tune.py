@@ -5,28 +5,16 @@ One file that needs nothing: no script, no font, no other file.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from halfstep.report.template import fill
 from halfstep.tools.tune.reasons import describe_saving, describe_verdict, format_cost, percent, summary
 from halfstep.tools.tune.rules import describe_formats
 from halfstep.tools.tune.search import Option
-from halfstep.tools.tune.tune import Evaluation, Tuned
+from halfstep.tools.tune.tune import Tuned
 
 # The picture's inside: pixels.
 LEFT, TOP, WIDTH, HEIGHT = 80, 24, 640, 300
-
-
-@dataclass(frozen=True)
-class Point:
-    """A policy in the picture: pixels, and what to say of it."""
-
-    x: float
-    y: float
-    low: float
-    high: float
-    look: str
-    label: str
-    sentence: str
 
 
 @dataclass(frozen=True)
@@ -57,7 +45,7 @@ def html(tuned: Tuned) -> str:
         tuned=tuned,
         title=f"What {tuned.settings.target.split(' ')[0]} bears",
         summary=summary(tuned),
-        points=[_base_point(tuned, axes), *(_point(tuned, each, axes) for each in tuned.evaluations)],
+        points=_points(tuned, axes),
         zero=axes.y(0),
         band=(axes.y(tuned.delta), axes.y(-tuned.delta)),
         ticks_y=[(axes.y(gap), f"{gap:+.3g}") for gap in (axes.lowest, 0.0, axes.highest)],
@@ -77,17 +65,21 @@ def _axes(tuned: Tuned) -> Axes:
     return Axes(cheapest, max(costs) if max(costs) > cheapest else cheapest + 1, -most * 1.05, most * 1.05)
 
 
-def _base_point(tuned: Tuned, axes: Axes) -> Point:
-    y = axes.y(0)
-    return Point(axes.x(tuned.base_cost), y, y, y, "base", "base", f"The base, {tuned.settings.base}.")
-
-
-def _point(tuned: Tuned, each: Evaluation, axes: Axes) -> Point:
-    low, high = each.verdict.interval90
-    look = "chosen" if each is tuned.chosen else "met" if each.met else "missed"
-    count = f"{len(each.modules)} of {len(tuned.rows)}"
-    sentence = f"{count} matmuls narrow: {describe_verdict(each)}; {describe_saving(tuned, each)}."
-    return Point(axes.x(each.cost), axes.y(each.verdict.mean), axes.y(low), axes.y(high), look, count, sentence)
+def _points(tuned: Tuned, axes: Axes) -> list[dict[str, Any]]:
+    """Returns the policies in the picture: pixels, and what to say of each."""
+    cost, y = axes.x(tuned.base_cost), axes.y(0)
+    sentence = f"The base, {tuned.settings.base}."
+    points: list[dict[str, Any]] = [
+        {"x": cost, "y": y, "low": y, "high": y, "look": "base", "label": "base", "sentence": sentence}
+    ]
+    for each in tuned.evaluations:
+        low, high = map(axes.y, each.verdict.interval90)
+        look = "chosen" if each is tuned.chosen else "met" if each.met else "missed"
+        count = f"{len(each.modules)} of {len(tuned.rows)}"
+        sentence = f"{count} matmuls narrow: {describe_verdict(each)}; {describe_saving(tuned, each)}."
+        pixels = {"x": axes.x(each.cost), "y": axes.y(each.verdict.mean), "low": low, "high": high}
+        points.append({**pixels, "look": look, "label": count, "sentence": sentence})
+    return points
 
 
 def _modules(tuned: Tuned) -> list[tuple[str, str, list[tuple[str, float]]]]:

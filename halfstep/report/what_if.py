@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from halfstep.report.history import nested
 from halfstep.report.layer_history import ROLES, Event, LayerHistory
 from halfstep.report.layers import own_format
 from halfstep.report.number_format import number, percent, plain
@@ -82,8 +83,7 @@ def what_if(history: LayerHistory) -> WhatIf | None:
         return None
     rows = []
     for layer in history.layers:
-        sampled = _table(history.newest["layers"], layer.name)
-        choices = {role: _narrowest(_table(_table(sampled, role), "what_if")) for role in ROLES}
+        choices = {role: _narrowest(_tried(history.newest, layer.name, role)) for role in ROLES}
         if any(choices.values()):
             rows.append(LayerChoices(layer.name, layer.kind, layer.formats, choices))
     return WhatIf(int(history.newest["step"]), rows) if rows else None
@@ -94,16 +94,22 @@ def as_data(found: WhatIf, newest: Event) -> list[list[Any]]:
     lines = []
     for row in found.rows:
         for role in ROLES:
-            tried = _table(_table(_table(newest["layers"], row.name), role), "what_if")
-            for spec, lost in _tables(tried).items():
+            for spec, lost in _tried(newest, row.name, role).items():
+                read = [number(lost.get(name)) for name in ("sqnr", "overflow", "underflow")]
                 lines.append(
-                    [row.name, role, str(spec), *(_finite(lost.get(k)) for k in ("sqnr", "overflow", "underflow"))]
+                    [row.name, role, str(spec), *(each if math.isfinite(each) else None for each in read)]
                 )
     return lines
 
 
-def _narrowest(tried: Mapping[str, Any]) -> Choice | None:
-    tables = _tables(tried)
+def _tried(sample: Event, layer: str, role: str) -> dict[str, Mapping[str, Any]]:
+    """Returns what each format that was tried would have lost."""
+    tried = nested(sample, "layers", layer, role, "what_if")
+    tables = tried.items() if isinstance(tried, Mapping) else ()
+    return {spec: lost for spec, lost in tables if isinstance(lost, Mapping)}
+
+
+def _narrowest(tables: Mapping[str, Mapping[str, Any]]) -> Choice | None:
     if not tables:
         return None
     for spec in sorted(tables, key=_narrowness):
@@ -125,17 +131,3 @@ def _narrowness(spec: str) -> tuple[int, int, int]:
     if known is None:
         return 99, 0, 0
     return known.bits, -known.mantissa_bits, SCALES.index(scale) if scale in SCALES else len(SCALES)
-
-
-def _tables(tried: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    return {spec: lost for spec, lost in tried.items() if isinstance(lost, Mapping)}
-
-
-def _finite(value: Any) -> float | None:
-    read = number(value)
-    return read if math.isfinite(read) else None
-
-
-def _table(table: Any, key: str) -> Mapping[str, Any]:
-    found = table.get(key) if isinstance(table, Mapping) else None
-    return found if isinstance(found, Mapping) else {}

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from halfstep.report.findings import findings
 from halfstep.report.history import History
+from halfstep.report.incidents import findings
 from halfstep.report.layers import OCTAVE, codes, figures, headroom_in
 from halfstep.report.what_if import as_data, what_if
 from halfstep.training.telemetry.events import EventsError, read_events

@@ -122,7 +122,7 @@ def test_skips_are_counted_in_a_long_run_too(monkeypatch):
         skipped += step % 300 == 0
         events.append(event(step, skipped=skipped))
     history = read(events)
-    assert not history.column("loss").whole
+    assert not history.steps.column("loss").whole
     assert sum(history.skips().values()) == skipped
 
 
