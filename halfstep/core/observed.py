@@ -136,16 +136,11 @@ class Sample:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON without NaN or infinity."""
+        exponents = {str(exponent): n for exponent, n in self.exponents.items()}
         return {
-            "format": self.format,
-            "count": self.count,
-            "amax": self.amax,
-            "sqnr": self.sqnr,
-            "exact": self.exact,
-            "headroom": self.headroom,
-            "kurtosis": self.kurtosis,
-            "exponents": {str(exponent): n for exponent, n in self.exponents.items()},
-            "what_if": {spec: dict(lost) for spec, lost in self.what_if.items()},
+            **vars(self),
+            "exponents": exponents,
+            "what_if": {k: dict(lost) for k, lost in self.what_if.items()},
         }
 
     @classmethod

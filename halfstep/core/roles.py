@@ -199,12 +199,9 @@ def _modifiers(value: Any) -> list[str]:
         elif get_origin(kind) is Literal:
             words.append(current)
         else:
-            words.append(f"{key}={_print_number(current)}")
+            whole = current == int(current) and abs(current) < 1e16
+            words.append(f"{key}={int(current) if whole else current!r}")
     return words
-
-
-def _print_number(number: float) -> str:
-    return repr(int(number)) if number == int(number) and abs(number) < 1e16 else repr(number)
 
 
 @cache

@@ -95,10 +95,9 @@ def as_data(found: WhatIf, newest: Event) -> list[list[Any]]:
     for row in found.rows:
         for role in ROLES:
             for spec, lost in _tried(newest, row.name, role).items():
-                read = [number(lost.get(name)) for name in ("sqnr", "overflow", "underflow")]
-                lines.append(
-                    [row.name, role, str(spec), *(each if math.isfinite(each) else None for each in read)]
-                )
+                shares = [number(lost.get(name)) for name in ("sqnr", "overflow", "underflow")]
+                known = [share if math.isfinite(share) else None for share in shares]
+                lines.append([row.name, role, str(spec), *known])
     return lines
 
 

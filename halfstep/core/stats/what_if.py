@@ -17,7 +17,7 @@ The numbers follow from the cast itself, y = cast(x * scale) / scale, to nearest
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -61,13 +61,7 @@ class SignalLost:
 
     def merge(self, other: "SignalLost") -> "SignalLost":
         """Returns the sums of both."""
-        return SignalLost(
-            self.count + other.count,
-            self.overflow + other.overflow,
-            self.underflow + other.underflow,
-            self.signal + other.signal,
-            self.noise + other.noise,
-        )
+        return SignalLost(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
     __add__ = merge
 

@@ -79,15 +79,6 @@ def read_run(folder: Path) -> Curve:
         raise CompareInputError(
             f"`{folder}` has recorded no step", hint="let the run train first, or name another folder"
         )
-    return _curve(folder, start, end, series)
-
-
-def _curve(
-    folder: Path,
-    start: Mapping[str, Any],
-    end: Mapping[str, Any],
-    series: Mapping[str, Mapping[int, float]],
-) -> Curve:
     last = max(series[LOSS])
     failed = end.get("event") == "stop" and end.get("reason") not in ASKED
     held_out = math.inf if failed else series[HELD_OUT].get(last)
@@ -115,17 +106,13 @@ def stacked(
     curves: Sequence[Curve], names: Sequence[str], steps: Mapping[str, NDArray[np.int64]]
 ) -> dict[str, Series]:
     """Returns several runs as series with a row for each, at steps that all of them have."""
-    return {
-        name: Series(
-            steps[name], np.array([_at(*curve.series[name], steps[name]) for curve in curves]), _kind(name)
-        )
-        for name in names
-    }
-
-
-def _kind(name: str) -> str:
-    """Returns the kind of a series: the gradients of all layers are one."""
-    return name if name in (LOSS, GRADIENT) else "layers"
+    found = {}
+    for name, wanted in ((name, steps[name]) for name in names):
+        runs = (curve.series[name] for curve in curves)
+        rows = np.array([values[np.searchsorted(at, wanted)] for at, values in runs])
+        # The gradients of all layers are of one kind.
+        found[name] = Series(wanted, rows, name if name in (LOSS, GRADIENT) else "layers")
+    return found
 
 
 def common_steps(curves: Sequence[Curve]) -> dict[str, NDArray[np.int64]]:
@@ -139,10 +126,6 @@ def common_steps(curves: Sequence[Curve]) -> dict[str, NDArray[np.int64]]:
         if steps.size:
             found[name] = steps
     return found
-
-
-def _at(steps: NDArray[np.int64], values: NDArray[np.float64], wanted: NDArray[np.int64]) -> NDArray[np.float64]:
-    return values[np.searchsorted(steps, wanted)]
 
 
 def _number(value: float | None) -> float:

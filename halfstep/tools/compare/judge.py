@@ -11,9 +11,9 @@ granted, and said.
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -91,7 +91,9 @@ def judge(
     """Compares runs of A with runs of B, the reference; `delta` is the gap that does not matter."""
     notes: list[str] = []
     a, b, seeds = _pairs(a, b, notes)
-    data, model, batches = (_same(a, b, about) for about in (_data, _model, _batches))
+    data = _same(a, b, _data)
+    model = _same(a, b, lambda start: start["config"].get("model"))
+    batches = _same(a, b, lambda start: start.get("tokens_per_step"))
     if data is False and model is False:
         raise IncomparableError(
             f"{names[0]} and {names[1]} differ in both data and model: nothing of them can be compared",
@@ -142,22 +144,14 @@ def _pairs(
     return list(a)[:n], list(b)[:n], ()
 
 
-def _same(a: Sequence[Curve], b: Sequence[Curve], about: Any) -> Literal[True, False, None]:
-    """Whether all runs agree in something; None if that is unknown of one of them."""
-    values = [about(curve.about) if curve.about else None for curve in (*a, *b)]
+def _same(a: Sequence[Curve], b: Sequence[Curve], read: Callable[[Mapping[str, Any]], Any]) -> bool | None:
+    """Whether all runs agree in what is read of their start; None if that is unknown of one of them."""
+    values = [read(curve.about) if curve.about else None for curve in (*a, *b)]
     return None if None in values else all(value == values[0] for value in values)
 
 
-def _data(about: Mapping[str, Any]) -> Any:
-    return (about.get("data") or {}).get("digest"), about["config"].get("model", {}).get("vocabulary")
-
-
-def _model(about: Mapping[str, Any]) -> Any:
-    return about["config"].get("model")
-
-
-def _batches(about: Mapping[str, Any]) -> Any:
-    return about.get("tokens_per_step")
+def _data(start: Mapping[str, Any]) -> Any:
+    return (start.get("data") or {}).get("digest"), start["config"].get("model", {}).get("vocabulary")
 
 
 def _losses(a: Sequence[Curve], b: Sequence[Curve]) -> tuple[tuple[list[float], list[float]], str]:
