@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from halfstep.config.load import load
-from halfstep.core.compare import first_divergence, seed_spread, verdict
+from halfstep.core.compare.divergence import first_divergence
+from halfstep.core.compare.gaps import seed_spread, verdict
 from halfstep.tools.compare.curves import PARTING, Curve, common_steps, stacked
 from halfstep.tools.compare.runs import paired
 from halfstep.training.session import backend_version

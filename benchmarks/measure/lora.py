@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.core.formats import BF16
-from halfstep.core.stats import UpdateStats
+from halfstep.core.stats.tensors import UpdateStats
 from halfstep.torch import AdamW, prepare
 from halfstep.torch.numerics.cast import carried
 

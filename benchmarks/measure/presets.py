@@ -19,7 +19,7 @@ import torch
 
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
-from halfstep.core.stats import UpdateStats
+from halfstep.core.stats.tensors import UpdateStats
 from halfstep.torch.optim.masters import Masters
 from halfstep.training.loop import Loop
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from halfstep.core.arrays.cast import cast_constants
 from halfstep.core.formats import FP32, Format, parse
-from halfstep.core.stats import TensorStats
+from halfstep.core.stats.tensors import TensorStats
 from halfstep.core.stats.what_if import SPECS, SignalLost, scales_of, signal_lost
 
 ROLES = (

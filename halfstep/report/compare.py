@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from halfstep import __version__
-from halfstep.core.compare import Series as Curves
-from halfstep.core.compare import Verdict
+from halfstep.core.compare.divergence import Series as Curves
+from halfstep.core.compare.gaps import Verdict
 from halfstep.report.charts import Chart, Line, Look
 from halfstep.report.number_format import count, plain, plural, size
 from halfstep.report.page import assets

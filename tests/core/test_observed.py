@@ -21,7 +21,7 @@ from halfstep.core.observed import (
     merge,
     row_of,
 )
-from halfstep.core.stats import TensorStats
+from halfstep.core.stats.tensors import TensorStats
 from halfstep.core.stats.what_if import SPECS, scales_of
 
 FORMATS = ["fp32", "tf32", "bf16", "fp16", "e4m3", "e5m2", "e4m3fnuz", "e3m4ieee", "e2m1"]

@@ -261,14 +261,6 @@ def test_stochastic_rounding_turns_exactly_at_the_fraction(name):
     assert np.array_equal(np.abs(stochastic(x, name, 2**32 - 1)), low)
 
 
-@pytest.mark.parametrize("name", EIGHT_BIT)
-def test_stochastic_rounding_never_moves_an_exact_value(name):
-    values = decode(np.arange(256, dtype=np.uint8), name)
-    values = values[np.isfinite(values)]
-    for word in (0, 1, 2**31, 2**32 - 1):
-        assert_same(stochastic(values, name, word), values, values)
-
-
 def test_stochastic_rounding_is_unbiased_also_far_below_the_smallest_subnormal():
     # n draws of a step that is taken with probability p: the count is binomial, with variance n p (1 - p).
     # Five standard deviations are exceeded once in 1.7 million; the seed makes it one draw for all time.
@@ -286,14 +278,6 @@ def test_stochastic_rounding_is_unbiased_also_far_below_the_smallest_subnormal()
     x = np.float32([2.0**-41, 2.0**-42, 1.5 * 2.0**-41])  # e4m3's smallest is 2^-9
     assert stochastic(x, "e4m3", 0).tolist() == [2.0**-9, 0.0, 2.0**-9]
     assert stochastic(x, "e4m3", 1).tolist() == [0.0, 0.0, 0.0]
-
-
-@settings(max_examples=50, deadline=None)
-@given(drawn=patterns, a=st.integers(0, 2**32 - 1), b=st.integers(0, 2**32 - 1))
-def test_a_smaller_word_never_rounds_lower(drawn, a, b):
-    x = drawn.view(np.float32)
-    x = x[~np.isnan(x)]
-    assert (np.abs(stochastic(x, "e5m2", min(a, b))) >= np.abs(stochastic(x, "e5m2", max(a, b)))).all()
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,12 @@
 
 import math
 import operator
-from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import array_api_strict
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
@@ -165,20 +164,6 @@ def test_200_overflows_stop_at_the_floor_and_say_so():
     assert not bool(law.judge(state, np.asarray(True), np).state.stuck)
 
 
-@given(laws(), st.lists(st.booleans(), max_size=60), st.integers(0, 60))
-def test_a_state_saved_and_read_back_continues_the_same(law, steps, cut):
-    def after(state, flags):
-        for finite in flags:
-            state = law.judge(state, np.asarray(finite), np).state
-        return state
-
-    make = NAMESPACES["numpy"][1]
-    whole = after(state_in(make, law), steps)
-    half = numbers(after(state_in(make, law), steps[:cut]))
-    resumed = after(ScaleState(*(make(v, d) for v, d in zip(half, DTYPES, strict=True))), steps[cut:])
-    assert numbers(resumed) == numbers(whole)
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -202,17 +187,3 @@ def test_a_scale_that_cannot_work_is_refused(make, said):
     with pytest.raises(ScalingError) as caught:
         make()
     assert said in f"{caught.value.message} {caught.value.hint}"
-
-
-@pytest.mark.parametrize("field", [field.name for field in fields(DynamicScale)])
-def test_every_number_of_the_law_changes_its_course(field):
-    def course(law):
-        state, scales = law.init(), []
-        for finite in [True] * 3 + [False] * 40 + [True] * 60:
-            state = law.judge(state, finite, np).state
-            scales.append(float(state.scale))
-        return scales
-
-    law = DynamicScale(init_scale=2.0**10, interval=3, hysteresis=2, floor=2.0**-4, ceiling=2.0**12)
-    value = getattr(law, field)
-    assert course(law) != course(replace(law, **{field: value * 2 if field not in ("backoff",) else value / 2}))

@@ -12,15 +12,12 @@ from halfstep.report.incidents import findings
 from halfstep.report.layers import OCTAVE, codes, figures, headroom_in
 from halfstep.report.what_if import as_data, what_if
 from halfstep.training.telemetry.events import EventsError, read_events
-from tests.report.page.made_up_runs import layer_names, monitored, run, sampled, watched_run
+from tests.report.page.made_up_runs import layer_names, monitored, read_history, run, sampled, watched_run
 from tests.report.test_layer_history import layers, monitor
 
 
 def read(events):
-    history = History()
-    for event in events:
-        history.take(event)
-    return history.layers
+    return read_history(events).layers
 
 
 def unpacked(text, kind):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from halfstep.report import step_history as module
-from halfstep.report.history import History
 from halfstep.report.page import render
 from halfstep.report.step_history import BUCKET, NAMES, StepHistory
+from tests.report.page.made_up_runs import read_history
 
 LIMIT = 4 * BUCKET
 
@@ -25,13 +25,6 @@ def filled(steps, limit=LIMIT, **odd):
     for step in range(1, steps + 1):
         kept_steps.add(step, event(step, tokens_per_second=1000.0 + step % 7, **odd.get(f"s{step}", {})))
     return kept_steps
-
-
-def read(events):
-    history = History()
-    for one in events:
-        history.take(one)
-    return history.finish()
 
 
 def at(series):
@@ -110,7 +103,7 @@ def test_the_latest_value_is_that_of_the_last_record_of_the_last_step():
     assert StepHistory().latest("loss") is None
     evaluation = {"event": "validation", "step": 3, "time": 3.0, "loss": 1.0}
     repeated = [event(1), event(2), event(3), evaluation, event(2, loss=7.0)]
-    history = read([{"event": "start", "time": 0.0}, *repeated])
+    history = read_history([{"event": "start", "time": 0.0}, *repeated])
     assert (list(history.steps), history.steps.latest("loss")) == ([1, 2], 7.0)
     assert not history.validations
 
@@ -121,7 +114,7 @@ def test_skips_are_counted_in_a_long_run_too(monkeypatch):
     for step in range(1, 20 * LIMIT):
         skipped += step % 300 == 0
         events.append(event(step, skipped=skipped))
-    history = read(events)
+    history = read_history(events)
     assert not history.steps.column("loss").whole
     assert sum(history.skips().values()) == skipped
 

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from halfstep.report.history import History
 from halfstep.report.page import render
 from halfstep.report.time_breakdown import time_breakdown, utilization
 from halfstep.training.telemetry.meters import Ceiling
+from tests.report.page.made_up_runs import read_history
 
 SPENT = {"wall": 100.0, "training": 80.0, "first_step": 10.0, "input": 5.0, "saving": 3.0, "evaluation": 15.0,
          "other": 2.0}  # fmt: skip
@@ -22,13 +22,6 @@ def start(time=0.0, ceiling=None, **more):
 def end(kind="end", **more):
     totals = {"mfu": 0.41, "busy": 0.997, "busy_unknown": None, "spent": SPENT}
     return {"event": kind, "time": 100.0, "step": 5, "seconds": 80.0} | totals | more
-
-
-def read(*events):
-    history = History()
-    for event in events:
-        history.take(event)
-    return history.finish()
 
 
 def shown(*events):
@@ -48,7 +41,7 @@ def test_parts_have_their_time_and_share_and_fill_the_bar():
         assert words in text
     assert "utilization is 41 % of 745 TFLOP/s (bf16 &lt;matmuls&gt;), at 854.7M FLOPs per token" in text
     assert "A step was on the device 99.7 % of the training time." in text
-    breakdown = time_breakdown(read(start(), end()))
+    breakdown = time_breakdown(read_history([start(), end()]))
     assert [100 * part.share for part in breakdown.parts] == pytest.approx([65, 10, 5, 3, 15, 0, 2])
     assert [100 * part.begin for part in breakdown.parts] == pytest.approx([0, 65, 75, 80, 83, 98, 98])
     assert breakdown.description.startswith("steps 65 %")
@@ -65,7 +58,7 @@ def test_sessions_are_added_up_and_what_is_not_known_has_its_reason():
     text = shown(start(), end("stop"), killed, again, last)
     assert "steps 2 min 10 s 46.4 %" in text
     assert "not in the table: 1 of 3." in text
-    mean, _ = utilization(read(start(), end("stop"), again, last))
+    mean, _ = utilization(read_history([start(), end("stop"), again, last]))
     assert mean == pytest.approx((0.41 * 70 + 0.2 * 70) / 140)  # first steps are left out
     text = shown(
         start(ceiling=Ceiling(None, "bf16 is emulated")), end(mfu=None, busy=None, busy_unknown="no events")
@@ -79,7 +72,8 @@ def test_sessions_with_other_ceilings_are_each_a_share_of_their_own():
     moved = start(time=200.0, resumed_from=5, ceiling=Ceiling(100e12, "fp32 matmuls"))
     unknown = start(time=400.0, resumed_from=5, ceiling=Ceiling(None, "fp8 is emulated"))
     slow, fast = end("stop", mfu=0.5), end("stop", mfu=0.1, spent=SPENT | {"training": 170.0})
-    history = read(start(ceiling=Ceiling(10e12, "bf16 matmuls")), slow, moved, fast, unknown, end(mfu=None))
+    first = start(ceiling=Ceiling(10e12, "bf16 matmuls"))
+    history = read_history([first, slow, moved, fast, unknown, end(mfu=None)])
     mean, of = utilization(history)
     steps = 70.0, 160.0  # without the first step, as each session's own share
     done = 0.5 * 10e12 * steps[0] + 0.1 * 100e12 * steps[1]
@@ -91,5 +85,5 @@ def test_sessions_with_other_ceilings_are_each_a_share_of_their_own():
 
 @pytest.mark.parametrize("events", [[start()], [start(), end(spent=None)], [start(), end(spent={})]])
 def test_without_totals_there_is_no_section(events):
-    assert time_breakdown(read(*events)) is None
+    assert time_breakdown(read_history(events)) is None
     assert shown(*events) == ""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from halfstep.config.reading import MOST_TABLE, open_regular, read_bytes
 from halfstep.config.schema import check
-from halfstep.core.compare import Series
+from halfstep.core.compare.divergence import Series
 from halfstep.core.compare.gaps import CompareInputError
 from halfstep.core.errors import how_to_install
 from halfstep.training.files import os_errors

@@ -18,17 +18,8 @@ from typing import Any
 import numpy as np
 
 from halfstep.config.schema import flatten
-from halfstep.core.compare import (
-    FEWEST_FOR_BAND,
-    Divergence,
-    Series,
-    Verdict,
-    band,
-    first_divergence,
-    seed_spread,
-    verdict,
-)
-from halfstep.core.compare.gaps import IncomparableError
+from halfstep.core.compare.divergence import FEWEST_FOR_BAND, Divergence, Series, band, first_divergence
+from halfstep.core.compare.gaps import IncomparableError, Verdict, seed_spread, verdict
 from halfstep.tools.compare.curves import HELD_OUT, LOSS, PARTING, Curve, common_steps, stacked
 
 LAST = 0.1  # of the steps: their mean training loss is compared if no loss is held out

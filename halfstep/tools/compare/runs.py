@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from halfstep.config.load import to_toml
 from halfstep.config.run import RunConfig
-from halfstep.core.compare import CompareError
+from halfstep.core.compare.gaps import CompareError
 from halfstep.core.errors import ScalingError
 from halfstep.tools import probe
 from halfstep.tools.compare.curves import Curve, read_run

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.config.reading import read_bytes
-from halfstep.core.compare import Verdict, seed_spread, verdict
+from halfstep.core.compare.gaps import Verdict, seed_spread, verdict
 from halfstep.core.errors import OptionError, StudyError
 from halfstep.core.policy import Policy
 from halfstep.core.roles import Operand, is_narrow, parse_value

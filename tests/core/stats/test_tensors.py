@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import arrays
 from halfstep.core.errors import FormatError, HalfstepError, RoundingError
 from halfstep.core.formats import Format
 from halfstep.core.rounding import cast, decode
-from halfstep.core.stats import FIRST_EXPONENT, NUM_EXPONENTS, TensorStats, UpdateStats
+from halfstep.core.stats.tensors import FIRST_EXPONENT, NUM_EXPONENTS, TensorStats, UpdateStats
 from tests.refusals import refuses
 
 FORMATS = ["fp16", "bf16", "e4m3", "e5m2", "e2m1", "e4m3fnuz"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from halfstep.core.formats import parse
-from halfstep.core.stats import TensorStats
+from halfstep.core.stats.tensors import TensorStats
 from halfstep.core.stats.what_if import BLOCK, SPECS, SignalLost, groups, scales_of, signal_lost, spec_of
 
 tensors = arrays(

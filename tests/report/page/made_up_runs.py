@@ -5,6 +5,7 @@ import math
 import random
 
 from halfstep.config.load import load
+from halfstep.report.history import History
 
 BEGAN = 1_760_000_000.0
 STEPS = load("tiny").training.steps
@@ -12,6 +13,13 @@ REASON = (
     "bf16 matmuls are 286x slower than fp32 (1.09 s against 3.8 ms at 512x512x512); "
     "fp16 is not supported: `float16` & <half> are not the same"
 )
+
+
+def read_history(events):
+    history = History()
+    for event in events:
+        history.take(event)
+    return history.finish()
 
 
 def start(policy="fp32", *, time=BEGAN, choice=None, resumed_from=None, overrides=()):

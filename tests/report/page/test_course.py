@@ -6,9 +6,8 @@ import math
 import pytest
 
 from halfstep.report.charts import charts
-from halfstep.report.history import History
 from halfstep.report.page import render
-from tests.report.page.made_up_runs import BEGAN, REASON, RUNS, STEPS, evaluation, run
+from tests.report.page.made_up_runs import BEGAN, REASON, RUNS, STEPS, evaluation, read_history, run
 from tests.report.page.parsed_page import Page
 
 
@@ -74,7 +73,7 @@ def test_warnings_are_shown_once_each_and_so_is_their_absence():
 def test_the_rate_of_every_optimizer_is_shown_as_it_was_in_each_session():
     own = ["optimizer.embedding_rate=0.06", "optimizer.muon_rate=0.01"]
     events = [*run(20, finished=False), *run(20, first=21, resumed_from=20, overrides=own)]
-    chart = next(chart for chart in charts(_history(events), None) if chart.id == "rate")
+    chart = next(chart for chart in charts(read_history(events), None) if chart.id == "rate")
     last = {line.label: (line.series.values[19], line.series.values[-1]) for line in chart.lines}
     # 0.003 is recorded for the matrices; AdamW has 0.003 beside Muon's 0.02, then beside 0.01
     assert last.keys() == {"Muon, matrices in blocks", "AdamW, embeddings", "AdamW, gains and biases"}
@@ -82,19 +81,12 @@ def test_the_rate_of_every_optimizer_is_shown_as_it_was_in_each_session():
     assert last["AdamW, embeddings"] == pytest.approx((3e-3 * 3e-3 / 0.02, 3e-3 * 6))
     assert last["AdamW, gains and biases"] == pytest.approx((3e-3 * 3e-3 / 0.02, 3e-3 * 0.3))
     assert "AdamW, embeddings: 2.25e-05 to 0.018." in Page(render(events, "x")).text
-    together = next(chart for chart in charts(_history(run(20)), None) if chart.id == "rate")
+    together = next(chart for chart in charts(read_history(run(20)), None) if chart.id == "rate")
     assert [line.label for line in together.lines] == [
         "Muon, matrices in blocks", "AdamW, embeddings and gains and biases"]  # fmt: skip
     strange = run(20)
     strange[0]["config"]["optimizer"]["rate"] = "of another version"
     assert "Learning rate went from" in Page(render(strange, "x")).text
-
-
-def _history(events):
-    history = History()
-    for event in events:
-        history.take(event)
-    return history.finish()
 
 
 def test_how_a_run_ended_is_said_until_a_later_session_resumes():

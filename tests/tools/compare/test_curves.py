@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from halfstep.core.compare import CompareError
+from halfstep.core.compare.gaps import CompareError
 from halfstep.tools.compare.curves import read_log
 from halfstep.tools.compare.judge import judge
 

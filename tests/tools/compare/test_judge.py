@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.core.compare import CompareError
+from halfstep.core.compare.gaps import CompareError
 from halfstep.tools.compare.judge import Comparison, judge
 from halfstep.tools.compare.sides import read_side
 from tests.tools.compare.made_up import make_run, make_runs
