@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.core.formats import BF16
-from halfstep.core.stats.tensors import UpdateStats
 from halfstep.torch import AdamW, prepare
 from halfstep.torch.numerics.cast import carried
 
@@ -39,11 +38,12 @@ RATE, SIGMAS, DRAWS = 2e-3, 5.0, 6
 class Trained:
     """The results of one training run."""
 
-    narrow: UpdateStats  # the same updates applied to bf16 adapters
     losses: list[float] = field(default_factory=list)
     adapters: dict[str, Tensor] = field(default_factory=dict)
     frozen: set[torch.dtype] = field(default_factory=set)
     lost: int = 0  # updates that fp32 can represent but that changed nothing
+    updates: int = 0  # that are not zero
+    narrow_lost: int = 0  # of those, applied to bf16 adapters
     below: int = 0  # updates below half a unit in the last place of an fp32 number
 
 
@@ -79,14 +79,16 @@ def train(model: nn.Module, steps: int, device: str = "cpu", *, count: bool = Tr
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = AdamW(list(named.values()), lr=RATE, weight_decay=0.0)
     run = prepare(model, optimizer, "bf16-mixed")
-    out = Trained(UpdateStats.empty("bf16"))
+    out = Trained()
     for step, tokens in enumerate(batches(steps, device), start=1):
         before = {name: p.detach().clone() for name, p in named.items()}
         out.losses.append(float(run.step(lambda t: model(input_ids=t, labels=t).loss, [tokens]).loss))
         for name, p in named.items() if count else ():
             update = _update(optimizer.state[p], step)
             old = before[name]
-            out.narrow += UpdateStats.of(carried(old, BF16).cpu().numpy(), update.cpu().numpy(), "bf16")
+            narrow, meant = carried(old, BF16), update != 0
+            out.updates += int(meant.sum())
+            out.narrow_lost += int((meant & (carried(narrow + update, BF16) == narrow)).sum())
             felt = old + update != old  # in fp32
             out.lost += int(((p.detach() == old) & felt).sum())
             out.below += int((~felt & (update != 0)).sum())
@@ -162,8 +164,8 @@ def main() -> int:
         print(f"  losses apart {losses:.2e} (bound {limits[0]:.2e})")
         print(f"  adapters apart {adapters:.2e} (bound {limits[1]:.2e}), their norm {size:.2f}")
         below = f"({narrow.below} more are too small for fp32)"
-        print(f"  adapter updates lost: {narrow.lost} of {narrow.narrow.count:,} {below}")
-        print(f"  the same updates of bf16 adapters: {narrow.narrow.lost_fraction:.1%} lost")
+        print(f"  adapter updates lost: {narrow.lost} of {narrow.updates:,} {below}")
+        print(f"  the same updates of bf16 adapters: {narrow.narrow_lost / max(1, narrow.updates):.1%} lost")
         print(f"  {'fine' if fine else 'FAILED'}", flush=True)
     return 1 if failed else 0
 

@@ -19,7 +19,6 @@ import torch
 
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
-from halfstep.core.stats.tensors import UpdateStats
 from halfstep.torch.optim.masters import Masters
 from halfstep.training.loop import Loop
 
@@ -33,16 +32,17 @@ class LostUpdates:
     """Counts, inside a `with` block, the updates of narrow masters that rounding undid."""
 
     def __enter__(self) -> "LostUpdates":
-        self.stats = UpdateStats.empty("bf16")
+        self.updates = self.lost = 0
         self.put = Masters.put
         counter = self
 
         def counted(masters: Masters, parameters: Tensors, wide: Tensors, counts: Tensors) -> None:
             for p, w in zip(parameters, wide, strict=True):
                 if not masters.is_whole(p):
-                    before = p.detach().float().cpu()
-                    update = w.detach().cpu() - before
-                    counter.stats += UpdateStats.of(before.numpy(), update.numpy(), "bf16")
+                    before, after = p.detach().float(), w.detach()
+                    meant = after != before
+                    counter.updates += int(meant.sum())
+                    counter.lost += int((meant & (after.bfloat16() == before)).sum())
             counter.put(masters, parameters, wide, counts)
 
         Masters.put = counted
@@ -63,8 +63,9 @@ def train(policy: str, seed: int, options: argparse.Namespace) -> float:
     return outcome.held_out.bits_per_byte
 
 
-def _lost(updates: UpdateStats) -> str:
-    return f"; {updates.lost_fraction:.1%} of {updates.count:,} updates lost" if updates.count else ""
+def _lost(counter: LostUpdates) -> str:
+    share = counter.lost / max(1, counter.updates)
+    return f"; {share:.1%} of {counter.updates:,} updates lost" if counter.updates else ""
 
 
 def spelled(preset: str, native: bool) -> str:
@@ -85,10 +86,10 @@ def main() -> int:
         policy = spelled(preset, options.native)
         with LostUpdates() as counter:
             found[preset] = [train(policy, seed, options) for seed in SEEDS]
-        lost[preset] = counter.stats
+        lost[preset] = counter
         print(f"{policy}: {' '.join(f'{bits:.4f}' for bits in found[preset])}", flush=True)
     if "fp32" not in found:
-        print("\n".join(f"{preset}: {_lost(stats)}" for preset, stats in lost.items()))
+        print("\n".join(f"{preset}: {_lost(counted)}" for preset, counted in lost.items()))
         return 0
     mean = statistics.mean(found["fp32"])
     spread = max(found["fp32"]) - min(found["fp32"])

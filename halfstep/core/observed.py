@@ -55,11 +55,6 @@ class LayerInfo:
         """Returns JSON."""
         return {"name": self.name, "kind": self.kind, "formats": dict(self.formats)}
 
-    @classmethod
-    def from_dict(cls, written: Mapping[str, Any]) -> "LayerInfo":
-        """Reads what `to_dict` wrote."""
-        return cls(str(written["name"]), str(written["kind"]), dict(written["formats"]))
-
     def format(self, role: str) -> Format:
         """Returns the format that numbers of a role have here."""
         return parse(self.formats[role].partition(":")[0])
@@ -142,12 +137,6 @@ class Sample:
             "exponents": exponents,
             "what_if": {k: dict(lost) for k, lost in self.what_if.items()},
         }
-
-    @classmethod
-    def from_dict(cls, written: Mapping[str, Any]) -> "Sample":
-        """Reads what `to_dict` wrote, exactly."""
-        exponents = {int(exponent): n for exponent, n in written["exponents"].items()}
-        return cls(**{**written, "exponents": exponents})
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,6 @@ tested): every mantissa bit halves the error. Two more numbers say how far a for
 
 Counts describe the scaled tensor, as the format sees it; amax, amin,
 exponents and power sums describe x itself, so that steps with different scales can be merged.
-
-`UpdateStats` counts lost updates: u != 0 for which the rounded w + u is w again, so that the weight does not
-move. In bf16 that is any update below 1/512 to 1/256 of its weight.
 """
 
 import math
@@ -97,7 +94,12 @@ class TensorStats:
 
     def merge(self, other: "TensorStats") -> "TensorStats":
         """Returns the statistics of both together."""
-        _same_format(self.format, other.format)
+        if self.format != other.format:
+            raise UnsupportedFormatError(
+                f"statistics of {self.format} and of {other.format} cannot be merged: they answer different "
+                "questions",
+                hint="keep one set of statistics for each format",
+            )
         sums = {name: getattr(self, name) + getattr(other, name) for name in (*_COUNTS, *_POWER_SUMS)}
         return TensorStats(
             self.format,
@@ -160,71 +162,18 @@ class TensorStats:
     @classmethod
     def from_dict(cls, written: Mapping[str, Any]) -> "TensorStats":
         """Reads what `to_dict` wrote, exactly."""
-        given = _fields(cls, written)
+        expected = [field.name for field in fields(cls)]
+        if sorted(written) != sorted(expected):
+            raise StateError(
+                f"{cls.__name__} is written as {', '.join(expected)}; given: {', '.join(written)}",
+                hint="it was written by another version of halfstep, or is something else",
+            )
+        given = dict(written)
         given["format"] = Format.parse(given["format"])
         given["amin"] = math.inf if given["amin"] is None else given["amin"]
         sparse = {int(exponent): n for exponent, n in given["exponents"].items()}
         given["exponents"] = tuple(sparse.get(FIRST_EXPONENT + i, 0) for i in range(NUM_EXPONENTS))
         return cls(**given)
-
-
-@dataclass(frozen=True)
-class UpdateStats:
-    """How many updates leave a weight in this format as it was."""
-
-    format: Format
-    count: int = 0  # updates that are not zero
-    lost: int = 0  # those among them after which the weight is what it was
-
-    @classmethod
-    def empty(cls, format: Format | str) -> "UpdateStats":
-        """The statistics of no update."""
-        return cls(as_format(format))
-
-    @classmethod
-    def of(cls, weight: NDArray[Any], update: NDArray[Any], format: Format | str) -> "UpdateStats":
-        """Counts u for which cast(fp32(w + u)) == w; the weights are numbers of the format."""
-        format = as_format(format)
-        weights, updates = as_fp32(weight, format), as_fp32(update, format)
-        if weights.shape != updates.shape:
-            raise CastInputError(
-                f"`weight` has shape {weights.shape} and `update` {updates.shape}",
-                hint="an update has the shape of its weight",
-            )
-        weights, updates = weights[updates != 0], updates[updates != 0]
-        if not np.array_equal(cast(weights, format, overflow=format.native_overflow), weights, equal_nan=True):
-            raise CastInputError(
-                f"`weight` has values that are not numbers of {format}, so they cannot be its weights",
-                hint="pass the weight as it is stored: cast(weight, format, overflow=...)",
-            )
-        with np.errstate(over="ignore", invalid="ignore"):
-            moved = weights + updates
-        # What is not finite has moved, or was lost before; what overflows has moved too.
-        finite = np.isfinite(moved)
-        lost = cast(moved[finite], format, overflow=format.native_overflow) == weights[finite]
-        return cls(format, count=updates.size, lost=int(lost.sum()))
-
-    def merge(self, other: "UpdateStats") -> "UpdateStats":
-        """Returns the statistics of both together."""
-        _same_format(self.format, other.format)
-        return UpdateStats(self.format, self.count + other.count, self.lost + other.lost)
-
-    __add__ = merge
-
-    @property
-    def lost_fraction(self) -> float:
-        """Lost updates among those that are not zero; NaN when there are none."""
-        return _fraction(self.lost, self.count)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns JSON."""
-        return {"format": str(self.format), "count": self.count, "lost": self.lost}
-
-    @classmethod
-    def from_dict(cls, written: Mapping[str, Any]) -> "UpdateStats":
-        """Reads what `to_dict` wrote, exactly."""
-        given = _fields(cls, written)
-        return cls(Format.parse(given["format"]), given["count"], given["lost"])
 
 
 def sqnr_db(signal: float, noise: float) -> float:
@@ -258,22 +207,3 @@ def _exponents(magnitudes: NDArray[np.float32]) -> tuple[int, ...]:
 
 def _fraction(part: int, whole: int) -> float:
     return part / whole if whole else math.nan
-
-
-def _same_format(one: Format, other: Format) -> None:
-    if one != other:
-        raise UnsupportedFormatError(
-            f"statistics of {one} and of {other} cannot be merged: they answer different questions",
-            hint="keep one set of statistics for each format",
-        )
-
-
-def _fields(cls: type[TensorStats] | type[UpdateStats], written: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a class as they were written; refuses missing or extra ones."""
-    expected = [field.name for field in fields(cls)]
-    if sorted(written) != sorted(expected):
-        raise StateError(
-            f"{cls.__name__} is written as {', '.join(expected)}; given: {', '.join(written)}",
-            hint="it was written by another version of halfstep, or is something else",
-        )
-    return dict(written)

@@ -1,4 +1,4 @@
-"""Statistics: a table worked by hand, merging as a property, and the share of updates that bf16 loses."""
+"""Statistics: a table worked by hand, and merging as a property."""
 
 import json
 import math
@@ -12,8 +12,7 @@ from hypothesis.extra.numpy import arrays
 
 from halfstep.core.errors import FormatError, HalfstepError, RoundingError
 from halfstep.core.formats import Format
-from halfstep.core.rounding import cast, decode
-from halfstep.core.stats.tensors import FIRST_EXPONENT, NUM_EXPONENTS, TensorStats, UpdateStats
+from halfstep.core.stats.tensors import FIRST_EXPONENT, NUM_EXPONENTS, TensorStats
 from tests.refusals import refuses
 
 FORMATS = ["fp16", "bf16", "e4m3", "e5m2", "e2m1", "e4m3fnuz"]
@@ -153,71 +152,6 @@ def test_reads_back_exactly_from_json(a):
     assert TensorStats.from_dict(json.loads(json.dumps(a.to_dict(), allow_nan=False))) == a
 
 
-@pytest.mark.parametrize(
-    ("weight", "update", "lost"),
-    [
-        (1.0, 2.0**-9, True),  # a quarter of the step above 1
-        (1.0, 2.0**-8, True),  # half of it: the tie goes to the even 1.0
-        (1.0, 1.01 * 2.0**-8, False),
-        (1.0, -(2.0**-9), True),  # half of the smaller step below 1: the tie again
-        (1.0, -1.01 * 2.0**-9, False),
-        (1.0078125, 2.0**-8, False),  # an odd weight loses no tie
-        (0.0, 1e-45, True),  # bf16 ends at 2^-133
-        (0.0, 1e-30, False),
-        (1.0, 1e-30, True),  # lost in the fp32 sum already
-        (3.3895314e38, 1e36, False),  # beyond bf16, not beyond fp32: overflow is not loss
-        (3.3895314e38, 3e38, False),
-        (1.0, np.nan, False),
-        (np.nan, 1.0, False),
-        (np.inf, 1.0, False),
-        (np.inf, -np.inf, False),
-    ],
-)
-def test_lost_updates_by_hand(weight, update, lost):
-    assert UpdateStats.of(np.float32([weight]), np.float32([update]), "bf16") == UpdateStats(
-        Format.parse("bf16"), count=1, lost=int(lost)
-    )
-
-
-@pytest.mark.parametrize(("lr", "hazard"), [(1e-4, 0.118), (3e-5, 0.695), (1e-5, 0.844), (1e-6, 0.98)])
-def test_lost_updates_of_the_hazards(lr, hazard):
-    """bf16 weights N(0, 0.02), updates of +lr or -lr."""
-    # The law: each bf16 number has the probability of the interval that rounds to it, both signs alike.
-    numbers = decode(np.arange(0x7F80, dtype=np.uint16), "bf16")
-    middles = (numbers[1:].astype(np.float64) + numbers[:-1]) / 2
-    below = [math.erf(middle / 0.02 / math.sqrt(2)) for middle in middles]
-    probability = np.diff(below, prepend=0, append=1)
-    lost = [cast(numbers + np.float32(u), "bf16", overflow="inf") == numbers for u in (lr, -lr)]
-    law = float(probability @ np.mean(lost, axis=0))
-    assert abs(law - hazard) < 1e-3  # the law says 11.78, 69.58, 84.50 and 98.05 %; the hazards were sampled
-
-    n = 2**20
-    rng = np.random.default_rng(2026)
-    weight = cast(rng.normal(0, 0.02, n).astype(np.float32), "bf16", overflow="inf")
-    update = np.float32(lr) * rng.choice(np.float32([-1, 1]), n)
-    result = UpdateStats.of(weight, update, "bf16")
-    assert result.count == n
-    # Five standard deviations of the fraction of n draws: exceeded once in 1.7 million.
-    assert abs(result.lost_fraction - law) < 5 * math.sqrt(law * (1 - law) / n)
-
-
-def test_updates_merge_zero_updates_do_not_count_and_nothing_reads_back():
-    rng = np.random.default_rng(0)
-    weight = cast(rng.standard_normal(1000).astype(np.float32), "e4m3", overflow="saturate")
-    update = np.float32(0.02) * rng.standard_normal(1000).astype(np.float32)
-    whole = UpdateStats.of(weight, update, "e4m3")
-    parts = [UpdateStats.of(weight[i::3], update[i::3], "e4m3") for i in range(3)]
-    assert 0 < whole.lost < whole.count
-    assert parts[0] + parts[1] + parts[2] == parts[2].merge(parts[0] + parts[1]) == whole
-    assert whole + UpdateStats.empty("e4m3") == whole
-    assert UpdateStats.from_dict(json.loads(json.dumps(whole.to_dict(), allow_nan=False))) == whole
-    result = UpdateStats.of(np.float32([1, 1, 1]), np.float32([0, -0.0, 1]), "bf16")
-    assert (result.count, result.lost) == (1, 0)
-    assert math.isnan(UpdateStats.empty("bf16").lost_fraction)
-    for nothing in (TensorStats.empty("e3m4ieee"), UpdateStats.empty("bf16")):
-        assert type(nothing).from_dict(json.loads(json.dumps(nothing.to_dict(), allow_nan=False))) == nothing
-
-
 ONE = np.ones(2, np.float32)
 
 
@@ -225,14 +159,10 @@ ONE = np.ones(2, np.float32)
     ("call", "error", "text"),
     [
         (lambda: TensorStats.empty("bf16") + TensorStats.empty("fp16"), FormatError, "bf16 and of fp16"),
-        (lambda: UpdateStats.empty("bf16") + UpdateStats.empty("fp16"), FormatError, "bf16 and of fp16"),
         (lambda: TensorStats.of(np.ones(2), "bf16"), RoundingError, "float64"),
         (lambda: TensorStats.of(ONE, "bf16", scale=0.0), RoundingError, "scale of 0.0"),
         (lambda: TensorStats.of(ONE, "bf16", scale=1e39), RoundingError, r"scale of 1e\+39"),
         (lambda: TensorStats.of(ONE, "bf16", scale=math.nan), RoundingError, "scale of nan"),
-        (lambda: UpdateStats.of(ONE * 1.001, ONE, "bf16"), RoundingError, "not numbers of bf16"),
-        (lambda: UpdateStats.of(ONE, ONE[:1], "bf16"), RoundingError, r"\(2,\) and `update` \(1,\)"),
-        (lambda: UpdateStats.from_dict({"format": "bf16", "count": 1}), HalfstepError, "format, count, lost"),
         (lambda: TensorStats.from_dict({"format": "bf16", "seen": 1}), HalfstepError, "given: format, seen"),
     ],
 )
