@@ -1,5 +1,6 @@
 """Arguments that several commands share, with their help."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -31,18 +32,29 @@ OtherPolicy = Annotated[str | None, Parameter(help="The precision to run in; by 
 OtherBackend = Annotated[
     Backend | None, Parameter(help="The framework to run on; by default, that of the training.")
 ]
-Weights = Annotated[
-    Literal["model", "ema"] | None,
-    Parameter(
-        help="`model` for the latest weights, `ema` for their moving average; by default the average, if the run "
-        "kept one."
-    ),
-]
-HeldOut = Annotated[
-    str | None,
-    Parameter(
-        help="Another text to hold out, or where that of the run is now, if it moved: a file or a folder. The "
-        "text that the model was trained on is not needed then."
-    ),
-]
-MovedData = Annotated[str | None, Parameter(help="Where the data is now, if it moved since the run.")]
+
+
+@Parameter(name="*")  # each field is an option of the command
+@dataclass(frozen=True)
+class Source:
+    """What a command takes of a trained model, and where it finds the rest."""
+
+    weights: Annotated[
+        Literal["model", "ema"] | None,
+        Parameter(
+            help="`model` for the latest weights, `ema` for their moving average; by default the average, if the "
+            "run kept one."
+        ),
+    ] = None
+    data: Annotated[str | None, Parameter(help="Where the data is now, if it moved since the run.")] = None
+    validation: Annotated[
+        str | None,
+        Parameter(
+            help="Another text to hold out, or where that of the run is now, if it moved: a file or a folder. The "
+            "text that the model was trained on is not needed then."
+        ),
+    ] = None
+    device: Device = None
+
+
+AS_TRAINED = Source()

@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 from halfstep.cli.arguments import Flag, Json
 from halfstep.cli.output import print_json, print_table, print_words
+from halfstep.core.errors import OptionError, TargetError, as_message
 
 if TYPE_CHECKING:
     from halfstep.core.audit.finding import Finding
@@ -55,8 +56,7 @@ def audit(
     rules
         List all rules.
     """
-    from halfstep.core.audit.engine import check
-    from halfstep.core.errors import OptionError, TargetError
+    from halfstep.core.audit.engine import check, chosen_rules
     from halfstep.tools.audit.settings import read_accepted
 
     select, ignore = _split(select), _split(ignore)
@@ -76,10 +76,20 @@ def audit(
     check([], select, ignore, accepted)  # a typo is refused before a script runs
     collected, code = _collect(target, steps, json=json)
     every = check(collected.records, select, ignore)
-    every += _earlier(collected, every, select, ignore)
+    keys, chosen = {each.key for each in every}, chosen_rules(select, ignore)
+    # What a run found by itself while it trained, unless it was found again.
+    every += {e.key: e for e in collected.findings if e.rule in chosen and e.key not in keys}.values()
     found = [each for each in every if not any(rule.covers(each) for rule in accepted)]
     if json:
-        print_json(_data(target, collected, found, len(every) - len(found), code))
+        data = {
+            "target": list(target),
+            "findings": [each.to_dict() for each in found],
+            "accepted": len(every) - len(found),
+            "unseen": collected.unseen,
+            "updates": max((record.updates for record in collected.records), default=0),
+            "complete": code == 0,
+        }
+        print_json(data)
     else:
         _print(target, collected, found, len(every) - len(found))
     if fix_policy is not None:
@@ -93,7 +103,6 @@ def _split(names: Sequence[str]) -> tuple[str, ...]:
 
 def _collect(target: Sequence[str], steps: int | None, *, json: bool) -> "tuple[Collected, int]":
     """Returns what was seen, and 2 if a script could not be watched."""
-    from halfstep.core.errors import OptionError
     from halfstep.tools.audit.targets import Collected, collect
 
     is_command = len(target) > 1 or (os.path.isfile(target[0]) and os.access(target[0], os.X_OK))
@@ -114,33 +123,8 @@ def _collect(target: Sequence[str], steps: int | None, *, json: bool) -> "tuple[
     return collected, 0 if outcome.exit_code == 0 and outcome.records else 2
 
 
-def _earlier(
-    collected: "Collected", found: "list[Finding]", select: Sequence[str], ignore: Sequence[str]
-) -> "list[Finding]":
-    """Returns what a run found by itself while it trained, unless it was found again."""
-    from halfstep.core.audit.engine import chosen_rules
-
-    chosen, keys = chosen_rules(select, ignore), {each.key for each in found}
-    kept = {each.key: each for each in collected.findings if each.rule in chosen and each.key not in keys}
-    return [*kept.values()]
-
-
-def _data(
-    target: Sequence[str], collected: "Collected", found: "list[Finding]", accepted: int, code: int
-) -> dict[str, object]:
-    return {
-        "target": list(target),
-        "findings": [each.to_dict() for each in found],
-        "accepted": accepted,
-        "unseen": collected.unseen,
-        "updates": max((record.updates for record in collected.records), default=0),
-        "complete": code == 0,
-    }
-
-
 def _print(target: Sequence[str], collected: "Collected", found: "list[Finding]", accepted: int) -> None:
     from halfstep.core.audit.engine import registry
-    from halfstep.core.errors import as_message
 
     groups: dict[str, list[Finding]] = {}
     for each in found:

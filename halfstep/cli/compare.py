@@ -9,6 +9,7 @@ from cyclopts import Parameter
 from halfstep.cli import train
 from halfstep.cli.arguments import Device, Json, Overrides
 from halfstep.cli.output import print_error, print_json, print_table, print_words
+from halfstep.core.errors import OptionError
 
 if TYPE_CHECKING:
     from halfstep.tools.compare.curves import Curve
@@ -79,7 +80,6 @@ def compare(
     page
         The file to write the page to; by default, compare.html in the folder for the runs.
     """
-    from halfstep.core.errors import OptionError
     from halfstep.tools.compare.judge import judge
     from halfstep.tools.compare.sides import Training, names_existing_runs, runs_of
 
@@ -98,7 +98,12 @@ def compare(
     else:
         if column is not None:
             raise OptionError("--column is of loss logs, and A and B are policies", hint="leave it out")
-        training = Training(recipe, _seeds(seeds), steps, overrides, (set_a, set_b), (ranks_a, ranks_b))
+        if not 2 <= seeds <= 1000:
+            raise OptionError(
+                f"--seeds {seeds}: a verdict needs 2 to 1,000 pairs of runs",
+                hint="4 is the default, and the fewest that show where curves part",
+            )
+        training = Training(recipe, tuple(range(seeds)), steps, overrides, (set_a, set_b), (ranks_a, ranks_b))
         out = out or train.RUNS / f"compare-{Path(recipe).stem}"
         names, one, other = _train_sides((a, b), training, out, device)
         result = judge(names, one, other, delta=delta)
@@ -119,8 +124,6 @@ def _check_unused(
     recipe: str, seeds: int, steps: int | None, settings: tuple[str, ...], ranks: tuple[int, int]
 ) -> None:
     """Refuses what is about training where nothing is trained."""
-    from halfstep.core.errors import OptionError
-
     given = {"--recipe": recipe != "tiny", "--seeds": seeds != 4, "--steps": steps is not None}
     given |= {"--set": bool(settings), "--ranks": ranks != (1, 1)}
     if named := [name for name, is_given in given.items() if is_given]:
@@ -130,22 +133,10 @@ def _check_unused(
         )
 
 
-def _seeds(number: int) -> tuple[int, ...]:
-    from halfstep.core.errors import OptionError
-
-    if not 2 <= number <= 1000:
-        raise OptionError(
-            f"--seeds {number}: a verdict needs 2 to 1,000 pairs of runs",
-            hint="4 is the default, and the fewest that show where curves part",
-        )
-    return tuple(range(number))
-
-
 def _train_sides(
     policies: tuple[str, str], training: "Training", out: Path, device: str | None
 ) -> "tuple[tuple[str, str], list[Curve], list[Curve]]":
     """Returns names and runs of both sides, once they are trained."""
-    from halfstep.core.errors import OptionError
     from halfstep.tools.compare.runs import train_ways
     from halfstep.tools.compare.sides import check_alike, resolve_ways
     from halfstep.training.telemetry.progress import RunsProgress
@@ -174,7 +165,6 @@ def _train_sides(
 
 
 def _write_page(result: "Comparison", page: Path) -> None:
-    from halfstep.core.errors import OptionError
     from halfstep.report.compare import html
     from halfstep.training.files import os_errors, write_whole
 

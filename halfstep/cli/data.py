@@ -9,6 +9,8 @@ from cyclopts import App
 
 from halfstep.cli.arguments import Json
 from halfstep.cli.output import print_json, print_table, print_words
+from halfstep.core.errors import OptionError
+from halfstep.training.paths import LOCK
 
 if TYPE_CHECKING:
     from halfstep.training.data.index import Index
@@ -67,8 +69,17 @@ def pack(
     from halfstep.training.data.tokenizers import open_tokenizer
     from halfstep.training.telemetry.progress import BytesProgress
 
-    num_workers = _num_workers(workers)
-    _check_shard_tokens(shard_tokens)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    most = max(64, 4 * cores)
+    if workers is not None and not 1 <= workers <= most:
+        raise OptionError(
+            f"--workers is {workers}; it must be from 1 to {most}", hint="omit it: one per core is best"
+        )
+    if 0 < shard_tokens < FEWEST_TOKENS:
+        raise OptionError(
+            f"--shard-tokens is {shard_tokens}: each shard is a file, and there would be very many",
+            hint=f"use {FEWEST_TOKENS:,} or more; the default is 100,000,000",
+        )
     share = 0.0 if isinstance(validation, str) else validation
     PackRequest(field, only, share, shard_tokens)  # refuses what is wrong before anything is opened
     opened = open_tokenizer(tokenizer, separator)
@@ -77,7 +88,7 @@ def pack(
     before = _modification_times(out)
     try:
         with BytesProgress("packing") as progress:
-            index = run(files, out, opened, request, workers=num_workers, meter=progress)
+            index = run(files, out, opened, request, workers=workers or cores, meter=progress)
     except KeyboardInterrupt:
         print_words(f"stopped; to resume `{out}`, run the same command again")
         return 130
@@ -85,28 +96,6 @@ def pack(
         print_words(f"nothing to do: `{out}` is complete")
     _print_packed(out, index, json)
     return 0
-
-
-def _num_workers(asked: int | None) -> int:
-    from halfstep.core.errors import OptionError
-
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    most = max(64, 4 * cores)
-    if asked is not None and not 1 <= asked <= most:
-        raise OptionError(
-            f"--workers is {asked}; it must be from 1 to {most}", hint="omit it: one per core is best"
-        )
-    return asked or cores
-
-
-def _check_shard_tokens(number: int) -> None:
-    from halfstep.core.errors import OptionError
-
-    if 0 < number < FEWEST_TOKENS:
-        raise OptionError(
-            f"--shard-tokens is {number}: each shard is a file, and there would be very many",
-            hint=f"use {FEWEST_TOKENS:,} or more; the default is 100,000,000",
-        )
 
 
 @app.command(name="train-tokenizer")
@@ -188,12 +177,12 @@ def show(folder: Path, /, *, json: Json = False) -> None:
     if json:
         print_json(dataclasses.asdict(index))
         return
-    tokenizer = index.tokenizer
+    tokenizer, held_out = index.tokenizer, index.packing.validation
     rows = [
         ("tokenizer", f"{tokenizer.name} ({tokenizer.kind}), {tokenizer.vocabulary:,} tokens"),
         ("separator", "none" if tokenizer.separator is None else f"token {tokenizer.separator}"),
         ("sources", ", ".join(source.given for source in index.packing.sources)),
-        ("held out", _held_out(index)),
+        ("held out", f"{held_out:g} of the documents" if isinstance(held_out, float) else held_out.given),
         ("skipped", _describe_skipped(index) or "nothing"),
         ("digest", index.digest),
     ]
@@ -206,15 +195,8 @@ def show(folder: Path, /, *, json: Json = False) -> None:
     print_table(columns, shards, right=columns[1:])
 
 
-def _held_out(index: "Index") -> str:
-    held_out = index.packing.validation
-    return f"{held_out:g} of the documents" if isinstance(held_out, float) else held_out.given
-
-
 def _modification_times(out: Path) -> dict[str, int]:
     """Returns when each file of packed data was written, without the lock, which every command writes."""
-    from halfstep.training.paths import LOCK
-
     return {path.name: path.lstat().st_mtime_ns for path in out.glob("*") if path.name != LOCK}
 
 

@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from halfstep.cli.arguments import Device, HeldOut, Json, MovedData, OtherBackend, OtherPolicy, Trained, Weights
+from halfstep.cli.arguments import AS_TRAINED, Json, OtherBackend, OtherPolicy, Source, Trained
 from halfstep.cli.output import print_words
 from halfstep.cli.trained import held_out_text, home_of, open_model, print_result
 from halfstep.config.run import Backend
+from halfstep.core.errors import OptionError
+from halfstep.core.policy import Policy
 
 FOLDER = "export"  # in the run's folder
 TOKENS = 65_536  # of held-out text to score on
@@ -24,10 +26,7 @@ def export(
     limit: int | None = None,
     policy: str | None = None,
     backend: Backend | None = None,
-    weights: Weights = None,
-    data: MovedData = None,
-    validation: HeldOut = None,
-    device: Device = None,
+    source: Source = AS_TRAINED,
     json: Json = False,
 ) -> int:
     """Write a trained model for other libraries, load it back, and keep it only if it scores like its source.
@@ -61,8 +60,6 @@ def export(
     backend
         The framework to score an artifact on; by default, that of the training.
     """
-    from halfstep.core.errors import OptionError
-    from halfstep.core.policy import Policy
     from halfstep.tools.export import run as tool
     from halfstep.tools.export.folder import check_place
     from halfstep.tools.export.targets import TARGETS, check_packages
@@ -72,18 +69,8 @@ def export(
 
     if to == "artifact":
         _refuse(to, format=format, tokens=tokens)
-        return artifact(
-            run,
-            out=out,
-            limit=limit,
-            policy=policy,
-            backend=backend,
-            weights=weights,
-            data=data,
-            validation=validation,
-            device=device,
-            json=json,
-        )
+        scored_as: dict[str, Any] = {"policy": policy, "backend": backend, "source": source}
+        return artifact(run, out=out, limit=limit, **scored_as, json=json)
     _refuse(to, limit=limit, policy=policy, backend=backend)
     tokens = TOKENS if tokens is None else tokens
     if tokens < 1:
@@ -92,7 +79,7 @@ def export(
     target, home = TARGETS[to], run.parent if is_artifact(run) else home_of(run)
     if out is not None:
         check_place(out, home)
-    trained = open_model(run, device, data, validation, policy="fp32", backend=target.backend, weights=weights)
+    trained = open_model(run, "fp32", target.backend, source)
     manifest = trained.saved.manifest
     fmt = tool.choose_format(to, format, Policy.parse(manifest["policy"]))
     place = out or home / FOLDER / (target.rounds_to or f"{to}-{fmt}")
@@ -104,7 +91,7 @@ def export(
         print_words("note: which tokenizer made the run's tokens is unknown, so none is exported")
     print_words(f"writing `{place}`; evaluating on {trained.config.data.held_out}, before and after")
     with memory.convert_oom(trained.session.is_out_of_memory, lambda: memory.oom_while_scoring(trained.config)):
-        result = tool.run(trained, corpus, tokenizer, to, fmt, place, device=device, tokens=tokens)
+        result = tool.run(trained, corpus, tokenizer, to, fmt, place, device=source.device, tokens=tokens)
     print_result(trained, result.record(), json)
     if result.problem:
         print_words(f"error: the export was not kept: {result.problem}")
@@ -119,10 +106,7 @@ def artifact(
     limit: int | None = None,
     policy: OtherPolicy = None,
     backend: OtherBackend = None,
-    weights: Weights = None,
-    data: MovedData = None,
-    validation: HeldOut = None,
-    device: Device = None,
+    source: Source = AS_TRAINED,
     json: Json = False,
 ) -> int:
     """The same as `halfstep export --to artifact`, under its older name.
@@ -139,7 +123,6 @@ def artifact(
     limit
         The most bytes the file may have; by default the recipe's limit. 0 means no limit.
     """
-    from halfstep.core.errors import OptionError
     from halfstep.training import memory
     from halfstep.training.evaluation import evaluate as measure
     from halfstep.training.weights.artifact import NAME, check_place, is_artifact, masters, origin_of, score
@@ -151,7 +134,7 @@ def artifact(
     home = home_of(run)
     place = out or home / NAME
     check_place(place, home)
-    trained = open_model(run, device, data, validation, policy=policy, backend=backend, weights=weights)
+    trained = open_model(run, policy, backend, source)
     config, session, corpus = trained.config, trained.session, held_out_text(trained)
     if limit is not None:
         config = replace(config, artifact=replace(config.artifact, limit=limit))
@@ -169,8 +152,6 @@ def artifact(
 
 def _refuse(to: str, **options: object) -> None:
     """Refuses options that are given and mean nothing for a target."""
-    from halfstep.core.errors import OptionError
-
     for name, value in options.items():
         if value is not None:
             raise OptionError(f"--{name} {value}: `--to {to}` takes no --{name}", hint=f"leave --{name} out")

@@ -1,7 +1,5 @@
 """`halfstep formats`: the table of number formats."""
 
-from typing import Any
-
 from halfstep.cli.arguments import Json
 from halfstep.cli.output import print_json, print_table
 from halfstep.core.formats import NAMED, Format
@@ -28,14 +26,9 @@ def formats(*names: str, json: Json = False) -> None:
     """
     chosen = [Format.parse(name) for name in names] or list(NAMED.values())
     if json:
-        print_json([describe(fmt) for fmt in chosen])
+        print_json([{name: getattr(fmt, name) for name in PROPERTIES} for fmt in chosen])
         return
     print_table(HEAD, map(_row, chosen), right=HEAD[3:7])
-
-
-def describe(fmt: Format) -> dict[str, Any]:
-    """Returns all properties of a format."""
-    return {name: getattr(fmt, name) for name in PROPERTIES}
 
 
 def _row(fmt: Format) -> tuple[str, ...]:

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halfstep.cli.output import print_failure, print_json, print_table, print_words
+from halfstep.core.errors import HalfstepError
+from halfstep.training import paths
+from halfstep.training.telemetry.meters import describe_totals
 
 if TYPE_CHECKING:
     from halfstep.training.loop import Loop, Outcome
@@ -28,8 +31,6 @@ def run(loop: "Loop", *, json: bool) -> int:
 
 
 def _run(loop: "Loop", json: bool) -> int:
-    from halfstep.core.errors import HalfstepError
-
     try:
         outcome = loop.run()
     except (HalfstepError, OSError) as error:
@@ -54,9 +55,7 @@ def _is_hurried(loop: "Loop") -> bool:
 
 
 def _write_page(loop: "Loop") -> Path | None:
-    from halfstep.core.errors import HalfstepError
     from halfstep.report.page import write
-    from halfstep.training import paths
 
     if _is_hurried(loop):
         return None
@@ -74,34 +73,28 @@ def _write_page(loop: "Loop") -> Path | None:
 
 
 def _print(outcome: "Outcome", loop: "Loop", page: Path | None, json: bool) -> None:
-    held_out = outcome.held_out
-    data = {
-        "folder": str(outcome.folder),
-        "step": outcome.step,
-        "resumed_from": loop.start or None,
-        "session_steps": _session_steps(outcome, loop),
-        "finished": outcome.finished,
-        "seconds": outcome.seconds,
-        "tokens_per_second": outcome.tokens_per_second,
-        "ceiling": loop.ceiling.record(),
-        **(outcome.totals or {}),
-        "validation_loss": held_out and held_out.loss,
-        "bits_per_byte": held_out and held_out.bits_per_byte,
-        "bigram_bits": held_out and held_out.bigram_bits,
-        "ratio": held_out and held_out.ratio,
-        "report": None if page is None else str(page),
-    }
-    if json:
-        print_json(data)
-    else:
-        print_table(("", ""), _rows(outcome, loop, page))
-
-
-def _rows(outcome: "Outcome", loop: "Loop", page: Path | None) -> list[tuple[str, str]]:
-    from halfstep.training.telemetry.meters import describe_totals
-
     held_out, totals = outcome.held_out, outcome.totals
-    rows = [("trained", _describe_training(outcome, loop))]
+    steps = max(0, outcome.step - loop.start)  # of this session; a rollback can return to before its start
+    if json:
+        data = {
+            "folder": str(outcome.folder),
+            "step": outcome.step,
+            "resumed_from": loop.start or None,
+            "session_steps": steps,
+            "finished": outcome.finished,
+            "seconds": outcome.seconds,
+            "tokens_per_second": outcome.tokens_per_second,
+            "ceiling": loop.ceiling.record(),
+            **(totals or {}),
+            "validation_loss": held_out and held_out.loss,
+            "bits_per_byte": held_out and held_out.bits_per_byte,
+            "bigram_bits": held_out and held_out.bigram_bits,
+            "ratio": held_out and held_out.ratio,
+            "report": None if page is None else str(page),
+        }
+        print_json(data)
+        return
+    rows = [("trained", _describe_training(outcome, steps, resumed=loop.start > 0))]
     if totals is not None:
         rows.append(("model FLOPs utilization", describe_totals(totals, loop.ceiling)))
     if held_out is not None:
@@ -114,23 +107,15 @@ def _rows(outcome: "Outcome", loop: "Loop", page: Path | None) -> list[tuple[str
         ]
     if page is not None or _is_hurried(loop):
         rows.append(("page", LATER if page is None else str(page)))
-    rows.append(("see what it learned", f"halfstep sample {outcome.folder}"))
-    return rows
+    print_table(("", ""), [*rows, ("see what it learned", f"halfstep sample {outcome.folder}")])
 
 
-def _describe_training(outcome: "Outcome", loop: "Loop") -> str:
+def _describe_training(outcome: "Outcome", steps: int, *, resumed: bool) -> str:
+    in_total = f"{outcome.step} step{'s' * (outcome.step != 1)}"
     if outcome.totals is None:
-        return f"nothing: all {_steps(outcome.step)} were already trained"
-    text = f"{_steps(_session_steps(outcome, loop))} in {outcome.seconds:.1f} s, "
+        return f"nothing: all {in_total} were already trained"
+    text = f"{steps} step{'s' * (steps != 1)} in {outcome.seconds:.1f} s, "
     text += f"{outcome.tokens_per_second:,.0f} tokens/s"
-    if _session_steps(outcome, loop) > 2:
+    if steps > 2:
         text += f" after the first step ({outcome.totals['spent']['first_step']:.1f} s)"
-    return f"{text}; {_steps(outcome.step)} in total" if loop.start else text
-
-
-def _session_steps(outcome: "Outcome", loop: "Loop") -> int:
-    return max(0, outcome.step - loop.start)  # a rollback can return to before the start
-
-
-def _steps(number: int) -> str:
-    return f"{number} step" if number == 1 else f"{number} steps"
+    return f"{text}; {in_total} in total" if resumed else text

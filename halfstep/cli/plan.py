@@ -6,12 +6,19 @@ from cyclopts import Parameter
 
 from halfstep.cli.arguments import Json, Overrides
 from halfstep.cli.output import print_json, print_table, print_words
+from halfstep.config.load import DEFAULT_RECIPE, load, read_policy, setting_named
+from halfstep.config.machines import Machine, load_machine
+from halfstep.core.errors import OptionError, SettingConflictError
+from halfstep.core.policy import Policy
 
 if TYPE_CHECKING:
-    from halfstep.config.machines import Machine
     from halfstep.tools.plan.plan import Plan
 
 MIB = 2**20
+REMEDIES = (
+    "--set training.memory=lean keeps fewer activations, and training.recompute_blocks=true fewer still; "
+    "--set parallel.shard=full shares the rest"
+)
 
 
 def plan(
@@ -47,11 +54,6 @@ def plan(
     overrides
         A setting, such as training.batch=64. Of a factory, training.steps, training.compile and training.memory.
     """
-    from halfstep.config.load import read_policy
-    from halfstep.config.machines import load_machine
-    from halfstep.core.errors import OptionError
-    from halfstep.core.policy import Policy
-
     if gpus < 1 or price < 0:
         raise OptionError("--gpus is at least 1, and --price is not negative", hint="such as --gpus 8 --price 2.5")
     machine = load_machine(gpu)
@@ -72,8 +74,6 @@ def _planner(
     target: str, overrides: tuple[str, ...], machine: "Machine", gpus: int, price: float
 ) -> tuple[Any, str]:
     """Returns a function that plans under a policy, and the policy if none is named."""
-    from halfstep.config.load import DEFAULT_RECIPE, load, setting_named
-    from halfstep.core.errors import OptionError, SettingConflictError
     from halfstep.tools.audit.targets import call, find
     from halfstep.tools.plan.plan import plan_factory, plan_recipe
 
@@ -112,11 +112,13 @@ def _planner(
 
 def _print(plans: "list[Plan]", machine: "Machine") -> None:
     columns = ("", *(each.policy for each in plans))
+    excess = [(each.reserved - each.capacity) / MIB for each in plans]
+    fits = [f"no, {mib:,.0f} MiB too many" if mib > 0 else "yes" for mib in excess]
     rows = [
         *((role, *(f"{each.memory[role] / MIB:,.0f} MiB" for each in plans)) for role in plans[0].memory),
         ("peak, allocated", *(f"{each.peak / MIB:,.0f} MiB" for each in plans)),
         ("reserved, with the driver's", *(f"{each.reserved / MIB:,.0f} MiB" for each in plans)),
-        (f"fits {machine.memory / MIB:,.0f} MiB", *(_fits(each) for each in plans)),
+        (f"fits {machine.memory / MIB:,.0f} MiB", *fits),
         ("batch, micro-batches of a GPU", *(f"{each.batch} x {each.micro_batches}" for each in plans)),
         ("largest batch", *(str(each.largest) for each in plans)),
         ("a GPU sends, weights", *(f"{each.sent['weights'] / MIB:,.0f} MiB" for each in plans)),
@@ -135,23 +137,8 @@ def _print(plans: "list[Plan]", machine: "Machine") -> None:
         )
     for each in plans:
         if not each.fits:
-            print_words(_remedy(each))
-
-
-def _fits(each: "Plan") -> str:
-    if each.fits:
-        return "yes"
-    return f"no, {(each.reserved - each.capacity) / MIB:,.0f} MiB too many"
-
-
-def _remedy(each: "Plan") -> str:
-    ways = [
-        "--set training.memory=lean keeps fewer activations, and training.recompute_blocks=true fewer still",
-        "--set parallel.shard=full shares the rest",
-    ]
-    if each.largest:
-        ways.insert(0, f"--set training.batch of {each.largest} for each GPU, and more micro-batches")
-    return f"{each.policy} does not fit: {'; '.join(ways)}"
+            smaller = f"--set training.batch of {each.largest} for each GPU, and more micro-batches; "
+            print_words(f"{each.policy} does not fit: {smaller if each.largest else ''}{REMEDIES}")
 
 
 def _range(ends: Any) -> str:

@@ -1,18 +1,19 @@
 """`halfstep policy`: shows what a policy means, for each role or for each parameter."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from halfstep.cli.arguments import Json
 from halfstep.cli.output import print_json, print_table, print_words
+from halfstep.config.load import load, read_policy
+from halfstep.config.model import ModelConfig, is_matmul, module_names, owner, parameter_shapes
+from halfstep.config.policy_schedule import PolicySchedule
+from halfstep.core.errors import TargetError
 from halfstep.core.policy import Policy, read_as
 from halfstep.core.roles import ROLES, print_value
 from halfstep.core.rules import Resolved
-
-if TYPE_CHECKING:
-    from halfstep.config.model import ModelConfig
 
 
 def policy(
@@ -39,44 +40,45 @@ def policy(
     module
         The name of a module: show what applies to it. May be repeated.
     """
-    from halfstep.config.load import read_policy
-
-    spec = _recipe_policy(model) if spec is None else read_policy(spec)
+    if spec is None and model is None:
+        raise TargetError("no policy was named", hint="halfstep policy bf16-mixed; or name a recipe with --model")
+    spec = load(str(model)).policy if spec is None else read_policy(spec)
     parsed = Policy.parse(spec)
     for note in (read_as(spec), *(f"warning: {warning}" for warning in parsed.warnings)):
         if note:
             print_words(note)
-    if model is not None:
-        _print_phases(_phases(parsed, spec, model, module), json=json)
-    elif module:
-        _print_resolved(parsed.resolve(module), json=json)
-    elif json:
-        print_json(describe(parsed))
+    if model is None and not module:
+        _print_policy(parsed, json=json)
+        return
+    later: Sequence[Phase] = ()
+    if model is None:
+        shown: Mapping[str, Resolved] = parsed.resolve(module)
     else:
-        print_words(str(parsed), "")
-        rows = [(role, print_value(value), ROLES[role].meaning) for role, value in parsed.roles().items()]
-        print_table(("role", "value", "what it is"), rows)
-        if parsed.rules:
-            print_table(("rule", "changes"), [(rule.glob, rule.changes_text) for rule in parsed.rules])
+        (_, _, shown), *later = _phases(parsed, spec, model, module)
+    if json:
+        schedule = [
+            {"from": after, "policy": str(each), "parameters": _data_of(now)} for after, each, now in later
+        ]
+        print_json(_data_of(shown) | ({"schedule": schedule} if later else {}))
+        return
+    _print_resolved(shown)
+    for after, each, now in later:
+        print_words(f"after step {after:,}: {each}")
+        _print_resolved(now)
 
 
-def _recipe_policy(recipe: str | None) -> str:
-    """Returns the policy that a recipe names."""
-    from halfstep.config.load import load
-    from halfstep.core.errors import TargetError
-
-    if recipe is None:
-        raise TargetError("no policy was named", hint="halfstep policy bf16-mixed; or name a recipe with --model")
-    return load(recipe).policy
-
-
-def describe(parsed: Policy) -> dict[str, Any]:
-    """Returns the text of a policy, the value of each role, and its rules."""
-    return {
-        "policy": str(parsed),
-        "roles": {role: _data(value) for role, value in parsed.roles().items()},
-        "rules": {rule.glob: {role: _data(v) for role, v in rule.changes} for rule in parsed.rules},
-    }
+def _print_policy(parsed: Policy, *, json: bool) -> None:
+    """Prints the text of a policy, the value of each role, and its rules."""
+    if json:
+        roles = {role: _data(value) for role, value in parsed.roles().items()}
+        rules = {rule.glob: {role: _data(v) for role, v in rule.changes} for rule in parsed.rules}
+        print_json({"policy": str(parsed), "roles": roles, "rules": rules})
+        return
+    print_words(str(parsed), "")
+    rows = [(role, print_value(value), ROLES[role].meaning) for role, value in parsed.roles().items()]
+    print_table(("role", "value", "what it is"), rows)
+    if parsed.rules:
+        print_table(("rule", "changes"), [(rule.glob, rule.changes_text) for rule in parsed.rules])
 
 
 def _data(value: Any) -> Any:
@@ -89,9 +91,6 @@ Phase = tuple[int, Policy, dict[str, Resolved]]
 
 def _phases(parsed: Policy, spec: str, recipe: str, modules: Sequence[str]) -> list[Phase]:
     """Returns the policies of a recipe's run, the first one as it was named."""
-    from halfstep.config.load import load
-    from halfstep.config.policy_schedule import PolicySchedule
-
     config = load(recipe, [f"policy={spec}"])
     schedule = PolicySchedule.of(parsed, config.schedule, config.training.steps)
     schedule.check(config.model)
@@ -99,8 +98,6 @@ def _phases(parsed: Policy, spec: str, recipe: str, modules: Sequence[str]) -> l
 
 
 def _resolve(parsed: Policy, config: "ModelConfig", modules: Sequence[str]) -> dict[str, Resolved]:
-    from halfstep.config.model import is_matmul, module_names, owner, parameter_shapes
-
     owners = {name: owner(name) for name in parameter_shapes(config)}
     resolved = parsed.resolve(list(dict.fromkeys([*module_names(config), *owners.values(), *modules])))
     shown = {
@@ -112,27 +109,11 @@ def _resolve(parsed: Policy, config: "ModelConfig", modules: Sequence[str]) -> d
     return shown | {name: resolved[name] for name in modules}
 
 
-def _print_phases(phases: Sequence[Phase], *, json: bool) -> None:
-    """Prints what applies from the start, and then what each later policy changes it to."""
-    (_, _, shown), *later = phases
-    if json:
-        schedule = [
-            {"from": after, "policy": str(each), "parameters": _resolved_to_dict(now)}
-            for after, each, now in later
-        ]
-        print_json(_resolved_to_dict(shown) | ({"schedule": schedule} if later else {}))
-        return
-    _print_resolved(shown, json=False)
-    for after, each, now in later:
-        print_words(f"after step {after:,}: {each}")
-        _print_resolved(now, json=False)
-
-
 # The roles shown for a parameter; the others apply to activations or to the whole run.
 _COLUMNS = ("param", "compute", "grad", "grad_weight", "moments")
 
 
-def _resolved_to_dict(shown: Mapping[str, Resolved]) -> dict[str, Any]:
+def _data_of(shown: Mapping[str, Resolved]) -> dict[str, Any]:
     roles = [role for role in ROLES if ROLES[role].in_rules]
     return {
         name: {
@@ -143,10 +124,7 @@ def _resolved_to_dict(shown: Mapping[str, Resolved]) -> dict[str, Any]:
     }
 
 
-def _print_resolved(shown: Mapping[str, Resolved], *, json: bool) -> None:
-    if json:
-        print_json(_resolved_to_dict(shown))
-        return
+def _print_resolved(shown: Mapping[str, Resolved]) -> None:
     rows = []
     for name, resolved in shown.items():
         globs = dict.fromkeys(glob for glob in resolved.sources.values() if glob is not None)

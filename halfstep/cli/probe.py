@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 from halfstep.cli import train
 from halfstep.cli.arguments import Device, Json, Overrides
 from halfstep.cli.output import print_json, print_table, print_words
+from halfstep.config.load import DEFAULT_RECIPE, load, setting_named
 from halfstep.core.arrays.measure import BUDGET
+from halfstep.core.choice import Gain
+from halfstep.core.errors import OptionError
 
 SIZES = ("model.", "training.batch")  # the settings that what is timed depends on
 
 if TYPE_CHECKING:
-    from halfstep.core.choice import Gain
     from halfstep.tools.probe import BackendResult
 
 
@@ -47,7 +49,6 @@ def probe(
         A .toml file to write: this machine for `halfstep plan --gpu FILE`, with the recipe's matmuls and attention
         timed on torch. Nothing else is measured then.
     """
-    from halfstep.config.load import DEFAULT_RECIPE, load
     from halfstep.tools.probe import run
 
     config = load(recipe or DEFAULT_RECIPE, overrides)
@@ -74,9 +75,6 @@ def as_size(option: str, arguments: Sequence[str]) -> str | None:
 
 
 def _check_size(override: str) -> None:
-    from halfstep.config.load import setting_named
-    from halfstep.core.errors import OptionError
-
     if not setting_named(override).startswith(SIZES):
         raise OptionError(
             f"--set {override} changes nothing here: only sizes do, model.* and training.batch",

@@ -1,5 +1,7 @@
 """`halfstep runs`, `report` and `watch`: how the runs of a folder stand, and the page of one, on disk or live."""
 
+import dataclasses
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,6 +10,8 @@ from cyclopts import Parameter
 from halfstep.cli import train
 from halfstep.cli.arguments import Json
 from halfstep.cli.output import print_json, print_table, print_words
+from halfstep.core.errors import OptionError
+from halfstep.training.paths import REPORT
 
 if TYPE_CHECKING:
     from halfstep.tools.runs import RunState
@@ -27,9 +31,6 @@ def runs(folder: Path | None = None, /, *, json: Json = False) -> None:
     folder
         The folder that holds the runs, or one run; by default, runs.
     """
-    import dataclasses
-    import time
-
     from halfstep.tools.runs import list_runs
 
     folder = folder or train.RUNS
@@ -70,10 +71,8 @@ def report(run: Run, /, *, out: Path | None = None) -> None:
     out
         The file to write; by default, report.html in the run folder.
     """
-    from halfstep.core.errors import OptionError
     from halfstep.report.page import write
     from halfstep.report.watch import record_of
-    from halfstep.training.paths import REPORT
 
     page = out or run / REPORT
     if page.is_dir():
@@ -93,7 +92,6 @@ def watch(run: Run, /, *, port: int = 0) -> int:
     port
         The port to listen on; by default, one that is free.
     """
-    from halfstep.core.errors import OptionError
     from halfstep.report.watch import LivePage, Server
 
     if not 0 <= port <= 65535:

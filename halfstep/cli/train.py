@@ -5,18 +5,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from itertools import count, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halfstep.cli.arguments import Device, Flag, Overrides
 from halfstep.cli.output import print_words
-from halfstep.config.run import Backend
+from halfstep.config.load import DEFAULT_RECIPE, load, other_meaning, read_policy, setting_meant
+from halfstep.config.policy_schedule import PolicySchedule
+from halfstep.config.run import Backend, RunConfig
+from halfstep.config.schema import build, flatten, rows, to_table
+from halfstep.core.choice import Choice
+from halfstep.core.errors import HalfstepError, OptionError, PolicyError, RunFolderError
+from halfstep.core.policy import Policy, read, read_as
+from halfstep.training import paths
 
 if TYPE_CHECKING:
-    from halfstep.config.run import RunConfig
-    from halfstep.core.choice import Choice
-    from halfstep.core.policy import Policy
     from halfstep.training.job import Job
     from halfstep.training.loop import Loop
     from halfstep.training.run.resume import Opened
@@ -28,6 +33,20 @@ SHARED = {
     "full": "each with a share of the state (FSDP2)",
     "hybrid": "each with a share of its machine's state (HSDP)",
 }
+
+
+@dataclass(frozen=True)
+class Request:
+    """What this process was asked for."""
+
+    recipe: str | None
+    settings: tuple[str, ...]  # all that options change of the recipe, as --set writes it
+    out: Path | None
+    resume: bool
+    allow_older: bool
+    device: str | None
+    deadline: float | None
+    json: bool
 
 
 def train(
@@ -84,27 +103,33 @@ def train(
     json
         Print the outcome as JSON.
     """
-    from halfstep.config.load import read_policy
-    from halfstep.core.errors import HalfstepError
     from halfstep.training.job import open_job
 
     if policy is not None:
         policy = read_policy(policy)
-    _check_init(init, resume)
-    deadline = _deadline(deadline, allow_older, resume)
+    if init is not None and resume:
+        raise OptionError(
+            "--init and --resume exclude each other: a resumed run takes the weights of its newest checkpoint",
+            hint=f"omit --init to resume, or omit --resume to start a new run from `{init}`",
+        )
+    if allow_older and not resume:
+        raise OptionError("--allow-older only makes sense with --resume", hint="add --resume")
+    deadline = _deadline(deadline)
     if gpus is not None:
-        given = {"policy": policy, "backend": backend, "device": device, "init": init, "out": out}
-        return _launch(gpus, recipe, given | {"deadline": deadline}, overrides, resume, allow_older, json)
-    named = [
+        given: dict[str, object] = {"policy": policy, "backend": backend, "device": device, "init": init}
+        given |= {"out": out, "deadline": deadline, "resume": resume, "allow-older": allow_older, "json": json}
+        return _launch(gpus, recipe, given, overrides)
+    named = (
         *([f"init={init}", "init_digest="] if init is not None else []),
         *overrides,
         *([f"policy={policy}"] if policy is not None else []),
         *([f"backend={backend}"] if backend else []),
-    ]
+    )
+    asked = Request(recipe, named, out, resume, allow_older, device, deadline, json)
     job = open_job()
     try:
         with job.explain_lost_ranks():
-            code = _train(job, recipe, out, named, resume, allow_older, device, deadline, json)
+            code = _train(job, asked)
     except (HalfstepError, OSError) as error:
         if (reported := job.error_to_report(error)) is None:
             return 2
@@ -113,48 +138,34 @@ def train(
     return code
 
 
-def _train(
-    job: "Job",
-    recipe: str | None,
-    out: Path | None,
-    named: Sequence[str],
-    resume: bool,
-    allow_older: bool,
-    device: str | None,
-    deadline: float | None,
-    json: bool,
-) -> int:
+def _train(job: "Job", asked: Request) -> int:
     from halfstep.cli import outcome
 
     say = print_words if job.owner else _quiet
     with ExitStack() as on_error:
         if job.owner:
-            where = on_error.enter_context(_run_folder(recipe, out, resume))
-            opened = _open(recipe, out, where, named, allow_older, later=job.ranks > 1) if resume else None
+            where = on_error.enter_context(_run_folder(asked))
+            opened = _open(asked, where, later=job.ranks > 1) if asked.resume else None
             if opened is not None:
                 on_error.callback(opened.lock.release)
-            config = _load(recipe, where, named) if opened is None else opened.config
+            config = _load(asked, where) if opened is None else opened.config
             _tell(job, where, config, opened)
         else:
             where, config, opened = _receive(job)
-        loop = _prepare(
-            job, _requested_settings(recipe, out, named, resume), config, where, opened, device, deadline
-        )
+        loop = _prepare(job, asked, config, where, opened, say)
         on_error.pop_all()
     if loop.pretrained is not None:
         say(f"weights {loop.pretrained.description}")
     say(f"data {loop.corpus.description}", f"run folder {where}")
-    return outcome.run(loop, json=json)
+    return outcome.run(loop, json=asked.json)
 
 
 def _quiet(*_: str) -> None:
     """What the other ranks say: rank 0 speaks for all."""
 
 
-def _tell(job: "Job", where: Path, config: "RunConfig", opened: "Opened | None") -> None:
+def _tell(job: "Job", where: Path, config: RunConfig, opened: "Opened | None") -> None:
     """Tells the other ranks what rank 0 has opened."""
-    from halfstep.config.schema import to_table
-
     resumed = None
     if opened is not None:
         resumed = [None if opened.saved is None else str(opened.saved.path), opened.written.policy]
@@ -163,8 +174,6 @@ def _tell(job: "Job", where: Path, config: "RunConfig", opened: "Opened | None")
 
 def _receive(job: "Job") -> "tuple[Path, RunConfig, Opened | None]":
     """Returns what rank 0 has opened, for another rank."""
-    from halfstep.config.run import RunConfig
-    from halfstep.config.schema import build
     from halfstep.training.run.resume import follow_run
 
     where, settings, resumed = job.broadcast()
@@ -172,30 +181,8 @@ def _receive(job: "Job") -> "tuple[Path, RunConfig, Opened | None]":
     return Path(where), config, None if resumed is None else follow_run(Path(where), config, *resumed)
 
 
-def _requested_settings(
-    recipe: str | None, out: Path | None, named: Sequence[str], resume: bool
-) -> dict[str, object]:
-    """Returns what this process was asked to do, to compare it with the others of its job."""
-    from halfstep.config.load import DEFAULT_RECIPE, load
-    from halfstep.config.schema import flatten, to_table
-
-    asked: dict[str, object] = {"--out": str(out), "--resume": resume}
-    if resume and recipe is None:
-        return asked | {"--set": list(named)}
-    return asked | flatten(to_table(load(recipe or DEFAULT_RECIPE, named)))
-
-
-def _launch(
-    gpus: int,
-    recipe: str | None,
-    given: "dict[str, object]",
-    overrides: Sequence[str],
-    resume: bool,
-    allow_older: bool,
-    json: bool,
-) -> int:
+def _launch(gpus: int, recipe: str | None, given: dict[str, object], overrides: Sequence[str]) -> int:
     """Starts this command in one process for each GPU; returns the exit code of all."""
-    from halfstep.core.errors import OptionError
     from halfstep.training.session import backend_module
 
     if "RANK" in os.environ:
@@ -208,67 +195,57 @@ def _launch(
         )
     words = [] if recipe is None else [recipe]
     for name, value in given.items():
-        words += [] if value is None else [f"--{name}", str(value)]
-    for name, chosen in {"resume": resume, "allow-older": allow_older, "json": json}.items():
-        words += [f"--{name}"] if chosen else []
+        if value is not None and value is not False:
+            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     words += [word for setting in overrides for word in ("--set", setting)]
     return int(backend_module("torch", "parallel.job").launch(gpus, ["train", *words]))
 
 
-def _open(
-    recipe: str | None, out: Path | None, where: Path, named: Sequence[str], allow_older: bool, *, later: bool
-) -> "Opened | None":
+def _open(asked: Request, where: Path, *, later: bool) -> "Opened | None":
     """Opens the run to resume; None if it was never started, or was killed first, and can be started now."""
-    from halfstep.config.load import load
     from halfstep.training.run import folder
     from halfstep.training.run.resume import open_run
 
-    if recipe is not None and out is not None and not folder.holds_run(out):
+    if asked.recipe is not None and asked.out is not None and not folder.holds_run(asked.out):
         # One command serves the start and every restart.
-        print_words(f"`{out}` holds no run yet: starting {recipe}")
+        print_words(f"`{asked.out}` holds no run yet: starting {asked.recipe}")
         return None
     # A run has its own settings, if the recipe was only named to find it, or not at all.
-    own = recipe is None or (out is None and not recipe.endswith(".toml"))
-    config = None if own else load(str(recipe), named)
-    return open_run(where, config, overrides=named, allow_older=allow_older, later=later)
+    own = asked.recipe is None or (asked.out is None and not asked.recipe.endswith(".toml"))
+    config = None if own else load(str(asked.recipe), asked.settings)
+    return open_run(where, config, overrides=asked.settings, allow_older=asked.allow_older, later=later)
 
 
-def _load(recipe: str | None, where: Path, named: Sequence[str]) -> "RunConfig":
+def _load(asked: Request, where: Path) -> RunConfig:
     """Returns the settings of a new run, once its folder is known to be free."""
-    from halfstep.config.load import DEFAULT_RECIPE, load
     from halfstep.training.run import folder
 
     folder.check_free(where)
-    config = load(recipe or DEFAULT_RECIPE, named)
+    config = load(asked.recipe or DEFAULT_RECIPE, asked.settings)
     folder.check_apart(where, config.data)
     return config
 
 
 def _prepare(
     job: "Job",
-    asked: "dict[str, object]",
-    config: "RunConfig",
+    asked: Request,
+    config: RunConfig,
     where: Path,
     opened: "Opened | None",
-    device: str | None,
-    deadline: float | None,
+    say: Callable[..., None],
 ) -> "Loop":
     """Reads the data, chooses the precision and builds the loop; says what it is doing before it takes seconds."""
-    from halfstep.config.policy_schedule import PolicySchedule
     from halfstep.core.choice.layers import BUDGET
-    from halfstep.core.policy import read_as
     from halfstep.tools import probe
-    from halfstep.training import paths
     from halfstep.training.data.load import load_corpus
     from halfstep.training.loop import Loop
     from halfstep.training.run.opening import prepare_determinism
     from halfstep.training.telemetry import loggers
     from halfstep.training.telemetry.meters import UNMEASURED
 
-    say = print_words if job.owner else _quiet
     say(config.title or where.name)
     loggers.check(config.training.loggers)
-    device = job.connect(config, device)
+    device = job.connect(config, asked.device)
     if job.ranks > 1:
         _check_alike(job, asked, config)
         held = SHARED[config.parallel.shard] if config.backend == "torch" else "each with the whole state"
@@ -300,30 +277,33 @@ def _prepare(
         choice=choice,
         device=device,
         warnings=[*policy.warnings, *slow],
-        deadline=deadline,
+        deadline=asked.deadline,
         corpus=corpus,
         ceiling=ceiling,
         job=job,
     )
 
 
-def _check_alike(job: "Job", asked: "dict[str, object]", config: "RunConfig") -> None:
+def _check_alike(job: "Job", asked: Request, config: RunConfig) -> None:
     """Refuses ranks that were asked for something else, or that run other code."""
     from halfstep import __version__
     from halfstep.training.job import code_digest
     from halfstep.training.session import backend_version
 
-    job.check_same(asked, "start every rank with the same arguments")
+    if asked.resume and asked.recipe is None:
+        settings: dict[str, object] = {"--set": list(asked.settings)}
+    else:
+        settings = flatten(to_table(load(asked.recipe or DEFAULT_RECIPE, asked.settings)))
+    given = {"--out": str(asked.out), "--resume": asked.resume, **settings}
+    job.check_same(given, "start every rank with the same arguments")
     own = {"halfstep": f"{__version__} ({code_digest()})", config.backend: backend_version(config)}
     job.check_same(own, "install the same versions on every machine")
 
 
 def _resolve(
-    job: "Job", config: "RunConfig", device: str | None, ran: str | None, say: "Callable[..., None]"
-) -> "tuple[Policy, Choice | None]":
+    job: "Job", config: RunConfig, device: str | None, ran: str | None, say: Callable[..., None]
+) -> tuple[Policy, Choice | None]:
     """Returns the policy of a run, and the choice behind it; of a job, what rank 0 measures."""
-    from halfstep.core.choice import Choice
-    from halfstep.core.policy import Policy
     from halfstep.tools import probe
 
     if job.ranks == 1:
@@ -338,21 +318,12 @@ def _resolve(
 
 def settings() -> str:
     """Returns every setting that --set takes, from the schema."""
-    from halfstep.config.run import RunConfig
-    from halfstep.config.schema import rows
-
     lines = [f"{row.key} = {row.shown} ({row.kind}): {row.help}" for row in rows(RunConfig)]
     return "Settings, with the defaults that apply unless the recipe says otherwise:\n\n" + "\n\n".join(lines)
 
 
 def as_setting(option: str, arguments: Sequence[str]) -> str | None:
     """Returns how an option that does not exist is written as a setting, if it means one."""
-    from halfstep.config.load import other_meaning, setting_meant
-    from halfstep.config.run import RunConfig
-    from halfstep.config.schema import rows
-    from halfstep.core.errors import PolicyError
-    from halfstep.core.policy import read
-
     name, _, value = option.partition("=")
     if (explained := other_meaning(name.strip("-"))) is not None:
         return explained
@@ -374,28 +345,18 @@ def as_setting(option: str, arguments: Sequence[str]) -> str | None:
     return f"it is a setting: `--set {meant}={value or '...'}`"
 
 
-def _check_init(init: str | None, resume: bool) -> None:
-    from halfstep.core.errors import OptionError
-
-    if init is not None and resume:
-        raise OptionError(
-            "--init and --resume exclude each other: a resumed run takes the weights of its newest checkpoint",
-            hint=f"omit --init to resume, or omit --resume to start a new run from `{init}`",
-        )
-
-
 @contextmanager
-def _run_folder(recipe: str | None, out: Path | None, resume: bool) -> Iterator[Path]:
+def _run_folder(asked: Request) -> Iterator[Path]:
     """Yields the folder of the run; removes a newly created one again if the run does not start."""
-    from halfstep.config.load import DEFAULT_RECIPE
-    from halfstep.core.errors import RunFolderError
     from halfstep.training.run import folder
 
-    if out is None and not resume:
+    recipe, existing = asked.recipe, asked.out
+    if existing is None and not asked.resume:
         with _new_folder(Path(recipe or DEFAULT_RECIPE).stem) as created:
             yield created
         return
-    existing = folder.newest(RUNS, Path(recipe).stem if recipe else None) if out is None else out
+    if existing is None:
+        existing = folder.newest(RUNS, Path(recipe).stem if recipe else None)
     if existing is None:
         of = f" of recipe {recipe}" if recipe else ""
         raise RunFolderError(f"there is no run{of} to resume in {RUNS}/", hint="name its folder with --out")
@@ -405,7 +366,6 @@ def _run_folder(recipe: str | None, out: Path | None, resume: bool) -> Iterator[
 @contextmanager
 def _new_folder(name: str) -> Iterator[Path]:
     """Yields a folder for this process alone: another that starts in the same second creates another folder."""
-    from halfstep.core.errors import RunFolderError
     from halfstep.training.files import make_folder
 
     first, had_runs = RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}", RUNS.exists()
@@ -434,12 +394,8 @@ def _new_folder(name: str) -> Iterator[Path]:
         raise
 
 
-def _deadline(given: float | None, allow_older: bool, resume: bool) -> float | None:
-    """Returns the seconds that a signal leaves, from the flag or the environment; checks --allow-older too."""
-    from halfstep.core.errors import OptionError
-
-    if allow_older and not resume:
-        raise OptionError("--allow-older only makes sense with --resume", hint="add --resume")
+def _deadline(given: float | None) -> float | None:
+    """Returns the seconds that a signal leaves, from the flag or the environment."""
     text = os.environ.get("HALFSTEP_DEADLINE")
     try:
         seconds = float(text) if given is None and text else given

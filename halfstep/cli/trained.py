@@ -7,8 +7,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from halfstep.cli.arguments import Device, HeldOut, Json, MovedData, OtherBackend, OtherPolicy, Trained, Weights
+from halfstep.cli.arguments import AS_TRAINED, Json, OtherBackend, OtherPolicy, Source, Trained
 from halfstep.cli.output import print_json, print_table, print_words
+from halfstep.config.run import Backend
+from halfstep.core.errors import OptionError
+from halfstep.core.policy import read_as
+from halfstep.training import paths
 
 if TYPE_CHECKING:
     from halfstep.training.data.corpus import Corpus
@@ -21,17 +25,14 @@ def evaluate(
     *,
     policy: OtherPolicy = None,
     backend: OtherBackend = None,
-    weights: Weights = None,
-    data: MovedData = None,
-    validation: HeldOut = None,
-    device: Device = None,
+    source: Source = AS_TRAINED,
     json: Json = False,
 ) -> None:
     """Evaluate a trained model on held-out text, in the precision and on the backend of its training or others."""
     from halfstep.training import memory
     from halfstep.training.evaluation import evaluate as measure
 
-    trained = open_model(run, device, data, validation, policy=policy, backend=backend, weights=weights)
+    trained = open_model(run, policy, backend, source)
     corpus = held_out_text(trained)
     print_words(f"evaluating on {trained.config.data.held_out}")
     with memory.convert_oom(trained.session.is_out_of_memory, lambda: memory.oom_while_scoring(trained.config)):
@@ -50,10 +51,7 @@ def sample(
     seed: int = 0,
     policy: OtherPolicy = None,
     backend: OtherBackend = None,
-    weights: Weights = None,
-    data: MovedData = None,
-    validation: HeldOut = None,
-    device: Device = None,
+    source: Source = AS_TRAINED,
 ) -> None:
     """Write text with a trained model.
 
@@ -70,15 +68,14 @@ def sample(
     seed
         The same seed gives the same text.
     """
-    from halfstep.core.errors import OptionError
     from halfstep.training.data.load import run_tokenizer
     from halfstep.training.data.types import DataError, HeldOutError
     from halfstep.training.sampling import check_sampling, decode_stream, first_line, generate, prompt_tokens
 
-    if prompt is not None and validation is not None:
+    if prompt is not None and source.validation is not None:
         raise OptionError("--prompt and --validation both say how the text begins", hint="leave one of them out")
     check_sampling(length, temperature, top_k, seed)
-    trained = open_model(run, device, data, validation, policy=policy, backend=backend, weights=weights)
+    trained = open_model(run, policy, backend, source)
     tokenizer = run_tokenizer(trained.config.data.source, trained.saved.manifest["data"])
     if prompt is None:
         try:
@@ -102,15 +99,15 @@ def sample(
     print_words(f"{length:,} tokens in {seconds:.1f} s: {length / seconds:,.1f} tokens per second")
 
 
-def open_model(run: Path, *where: str | None, policy: str | None, **others: Any) -> "TrainedModel":
+def open_model(run: Path, policy: str | None, backend: Backend | None, source: Source) -> "TrainedModel":
     """Loads a trained model, and says so."""
-    from halfstep.core.policy import read_as
     from halfstep.training.run.trained import open_trained
 
     if note := read_as(policy or ""):
         print_words(note)
     print_words(f"loading `{run}`")
-    return open_trained(run, *where, policy=policy, **others)
+    where = source.device, source.data, source.validation
+    return open_trained(run, *where, policy=policy, backend=backend, weights=source.weights)
 
 
 def held_out_text(trained: "TrainedModel") -> "Corpus":
@@ -154,7 +151,6 @@ def _format_value(value: object) -> str:
 
 def home_of(run: Path) -> Path:
     """Returns the run folder, also for a checkpoint in it; for a checkpoint elsewhere, the folder it is in."""
-    from halfstep.training import paths
     from halfstep.training.checkpoints import checkpoint
 
     here = Path(os.path.abspath(run))  # also of `.`; a folder of checkpoints that is a link stays in its run

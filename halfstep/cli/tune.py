@@ -1,5 +1,6 @@
 """`halfstep tune`: finds the narrowest formats that a run tolerates, module by module."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -7,7 +8,7 @@ from cyclopts import Parameter
 
 from halfstep.cli.arguments import Device, Json, Overrides
 from halfstep.cli.output import print_json, print_table, print_words
-from halfstep.training.telemetry.progress import Progress
+from halfstep.training.telemetry.progress import RunsProgress
 
 if TYPE_CHECKING:
     from halfstep.tools.tune.tune import Tuned
@@ -16,10 +17,8 @@ Formats = Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="
 SHOWN = 10  # modules in the table; the page has all
 
 
-class _Progress(Progress):
+class _Progress(RunsProgress):
     """How far a search is, in steps of training; call it with those done, those expected, and what is trained."""
-
-    tenths = 10
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -27,8 +26,7 @@ class _Progress(Progress):
     def __call__(self, done: int, total: int, words: str) -> None:
         """Shows how far it is."""
         self.total = total
-        self._seconds(done)
-        self._show(done, (words, self._time_left(done)))
+        self.update(done, words)
 
     def _label(self, done: int) -> str:
         return f"tuning {done}/{self.total}"
@@ -148,8 +146,6 @@ def _print(tuned: "Tuned", policy: Path, page: Path) -> None:
 
 
 def _data(tuned: "Tuned", policy: Path, page: Path) -> dict[str, Any]:
-    from dataclasses import asdict
-
     return {
         "policy": str(tuned.policy) if tuned.met else None,
         "file": str(policy) if tuned.met else None,

@@ -2,6 +2,8 @@
 
 import pytest
 
+from halfstep.cli.main import run
+
 SMALL = ["model.context=16", "model.layers=1", "model.width=16", "model.heads=2", "training.batch=2",
          "training.steps=3", "training.validation_tokens=64", "monitor.on=false"]  # fmt: skip
 
@@ -28,3 +30,15 @@ def arguments(quick, tmp_path):
 @pytest.fixture
 def out(tmp_path):
     return tmp_path / "run"
+
+
+@pytest.fixture
+def refused(capsys):
+    """A function: runs a command that must exit with 2, and returns what it said, in one line."""
+
+    def check(*words):
+        capsys.readouterr()
+        assert run([*words]) == 2
+        return " ".join(capsys.readouterr().err.split())
+
+    return check

@@ -116,7 +116,7 @@ def test_policy_has_one_row_per_parameter_or_module(capsys):
     ]
 
 
-def test_policy_shows_those_that_take_over_during_the_run_of_a_recipe(tmp_path, capsys):
+def test_policy_shows_those_that_take_over_during_the_run_of_a_recipe(tmp_path, capsys, refused):
     recipe = tmp_path / "own.toml"
     recipe.write_text('policy = "fp8-mixed"\n[[schedule]]\nfrom = 0.75\npolicy = "bf16-mixed"\n')
     assert run(["policy", "--model", str(recipe)]) == 0
@@ -130,10 +130,8 @@ def test_policy_shows_those_that_take_over_during_the_run_of_a_recipe(tmp_path, 
     (later,) = data["schedule"]
     assert (later["from"], later["policy"]) == (750, "bf16-mixed")
     assert later["parameters"]["blocks.0.mlp.up.weight"]["values"]["compute"] == "bf16"
-    assert run(["policy", "bf16-mixed", "--model", str(recipe)]) == 2
-    assert "changes nothing: it is the policy before it" in " ".join(capsys.readouterr().err.split())
-    assert run(["policy"]) == 2
-    assert "no policy was named" in capsys.readouterr().err
+    assert "changes nothing: it is the policy before it" in refused("policy", "bf16-mixed", "--model", str(recipe))
+    assert "no policy was named" in refused("policy")
 
 
 @pytest.mark.parametrize(("message", "said"), [("", "no reason is given"), ("a\n\nlast line\n", "last line")])
@@ -161,11 +159,10 @@ def test_a_module_is_shown_with_and_without_a_model(capsys):
     assert rows[-1] == ["blocks.0", "fp32", "bf16", "bf16", "fp32", "fp32", "blocks.0"]
 
 
-def test_auto_is_not_offered_where_nothing_is_measured(capsys):
+def test_auto_is_not_offered_where_nothing_is_measured(capsys, refused):
     assert run(["policy", "autoo"]) == 2
     assert "auto" not in capsys.readouterr().err.replace("`autoo`", "")
-    assert run(["policy", "auto"]) == 2
-    assert "`halfstep probe` measures" in " ".join(capsys.readouterr().err.split())
+    assert "`halfstep probe` measures" in refused("policy", "auto")
 
 
 BAD = {
@@ -249,7 +246,7 @@ WAITING = {
     "sample": ("halfstep.training.checkpoints.checkpoint", "load_newest", ["sample", "."]),
     "artifact": ("halfstep.training.checkpoints.checkpoint", "load_newest", ["artifact", "."]),
     "probe": ("halfstep.tools.probe", "run", ["probe"]),
-    "train": ("halfstep.config.load", "load", ["train", "--out", "x"]),
+    "train": ("halfstep.cli.train", "load", ["train", "--out", "x"]),
     "tokenizer": ("halfstep.training.data.pack.sources", "find_sources",
                   ["data", "train-tokenizer", "x", "--out", "y"]),
 }  # fmt: skip

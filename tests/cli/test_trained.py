@@ -71,15 +71,14 @@ def test_averages_or_weights_as_requested(trained, capsys):
     assert last["validation_loss"] == average["loss"]  # what the run was judged by
 
 
-def test_averages_that_were_not_kept_are_refused(tmp_path, capsys):
+def test_averages_that_were_not_kept_are_refused(tmp_path, refused):
     (tmp_path / "text.txt").write_text("\n\n".join(f"line {i} of {i * i}" for i in range(400)))
     settings = [
         word for setting in [*GIVEN, f"data.source={tmp_path / 'text.txt'}"] for word in ("--set", setting)
     ]
     out = str(tmp_path / "run")
     assert run(["train", "tiny", "--policy", "fp32", "--device", "cpu", "--out", out, *settings]) == 0
-    assert run(["eval", out, "--weights", "ema", "--device", "cpu"]) == 2
-    assert "kept no average" in capsys.readouterr().err
+    assert "kept no average" in refused("eval", out, "--weights", "ema", "--device", "cpu")
 
 
 def test_an_artifact_of_a_run(trained, tmp_path, capsys):
@@ -119,9 +118,10 @@ def test_the_older_name_of_an_artifact_does_the_same(trained, tmp_path, capsys):
         ("safetensors", "--backend", "jax"),
     ],
 )
-def test_an_option_that_means_nothing_for_a_target_is_refused(trained, capsys, to, option, value):
-    assert run(["export", str(trained), "--to", to, option, value]) == 2
-    assert f"error: {option} {value}: `--to {to}` takes no {option}" in capsys.readouterr().err
+def test_an_option_that_means_nothing_for_a_target_is_refused(trained, refused, to, option, value):
+    assert f"error: {option} {value}: `--to {to}` takes no {option}" in refused(
+        "export", str(trained), "--to", to, option, value
+    )
 
 
 def test_an_artifact_is_evaluated_sampled_from_and_trained_further(trained, tmp_path, capsysbinary):
@@ -164,14 +164,16 @@ def test_a_model_is_evaluated_and_sampled_from_on_another_backend(trained, tmp_p
     assert place.read_bytes() == (tmp_path / "torch.int8z").read_bytes()
 
 
-def test_an_artifact_over_its_limit_is_an_exit_code_and_an_older_one_is_replaced(trained, tmp_path, capsys):
+def test_an_artifact_over_its_limit_is_an_exit_code_and_an_older_one_is_replaced(
+    trained, tmp_path, capsys, refused
+):
     code, result = run_json(capsys, *ARTIFACT, trained, "--limit", "100", "--out", tmp_path / "x")
     assert (code, result["over"]) == (1, result["bytes"] - 100)
     assert (tmp_path / "x").exists()
-    assert run([*ARTIFACT, str(trained), "--device", "cpu", "--out", str(tmp_path / "no" / "x")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
-    assert run([*ARTIFACT, str(trained), "--limit", "-1"]) == 2
-    assert "--limit must be from 0 to" in capsys.readouterr().err
+    assert "cannot be written" in refused(
+        *ARTIFACT, str(trained), "--device", "cpu", "--out", str(tmp_path / "no" / "x")
+    )
+    assert "--limit must be from 0 to" in refused(*ARTIFACT, str(trained), "--limit", "-1")
     place = tmp_path / "x"
     place.write_bytes(b"HSINT8Z\1 of another run")
     assert run_json(capsys, *ARTIFACT, trained, "--out", place)[0] == 0
@@ -198,26 +200,23 @@ def untouched(monkeypatch):
 
 @pytest.mark.parametrize("name", [*PROTECTED, *STANDING])
 @pytest.mark.parametrize("named", [".", "checkpoints/step-000003"])
-def test_an_artifact_replaces_no_other_file(trained, untouched, capsys, named, name):
+def test_an_artifact_replaces_no_other_file(trained, untouched, refused, named, name):
     place = trained / name
     before = place.read_bytes() if place.is_file() else None
-    assert run([*ARTIFACT, str(trained / named), "--out", str(place)]) == 2
-    err = capsys.readouterr().err
+    err = refused(*ARTIFACT, str(trained / named), "--out", str(place))
     assert f"error: `{place}` " in err
     assert "name another file with --out" in err
     assert before == (place.read_bytes() if place.is_file() else None)
 
 
 def test_an_artifact_is_written_neither_among_checkpoints_nor_over_a_users_file(
-    trained, untouched, capsys, tmp_path
+    trained, untouched, refused, tmp_path
 ):
     (tmp_path / "link").symlink_to(trained / "checkpoints")
     for place in (tmp_path / "link" / "x", trained / ".." / trained.name / "checkpoints" / "x"):
-        assert run([*ARTIFACT, str(trained), "--out", str(place)]) == 2
-        assert "belongs to the run" in capsys.readouterr().err
+        assert "belongs to the run" in refused(*ARTIFACT, str(trained), "--out", str(place))
     (trained / "model.int8z").write_text("mine")
-    assert run([*ARTIFACT, str(trained)]) == 2
-    assert "exists, and is not an artifact" in capsys.readouterr().err
+    assert "exists, and is not an artifact" in refused(*ARTIFACT, str(trained))
     assert (trained / "model.int8z").read_text() == "mine"
     (trained / "model.int8z").unlink()
 
@@ -248,33 +247,30 @@ def test_a_copy_of_a_checkpoint_is_one_whatever_its_name(trained, tmp_path, caps
 
 
 @pytest.mark.parametrize("name", ["step-000003", "step-000003.damaged", "best"])
-def test_a_copy_of_a_checkpoint_that_is_damaged_is_refused(trained, tmp_path, capsys, name):
+def test_a_copy_of_a_checkpoint_that_is_damaged_is_refused(trained, tmp_path, refused, name):
     copy = shutil.copytree(trained / "checkpoints" / "step-000003", tmp_path / name)
     state = bytearray((copy / "state.safetensors").read_bytes())
     state[-1] ^= 1
     (copy / "state.safetensors").write_bytes(state)
-    assert run(["eval", str(copy), "--device", "cpu"]) == 2
-    assert "is damaged: its SHA-256 is" in capsys.readouterr().err
+    assert "is damaged: its SHA-256 is" in refused("eval", str(copy), "--device", "cpu")
 
 
 @pytest.mark.parametrize("name", ["step-000009", "step-000009.damaged"])
-def test_a_checkpoint_under_the_name_of_another_step_is_refused(trained, tmp_path, capsys, monkeypatch, name):
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(trained, tmp_path, refused, monkeypatch, name):
     copy = shutil.copytree(trained / "checkpoints" / "step-000003", tmp_path / name)
     monkeypatch.chdir(copy)
     for named in (str(copy), "."):
-        assert run(["eval", named, "--device", "cpu"]) == 2
-        assert "it holds step 3, expected the step in its name" in capsys.readouterr().err
+        assert "it holds step 3, expected the step in its name" in refused("eval", named, "--device", "cpu")
 
 
-def test_a_missing_folder_is_not_called_empty(tmp_path, capsys):
+def test_a_missing_folder_is_not_called_empty(tmp_path, refused):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     said = {"empty": "holds no checkpoint", "gone": "there is no such folder",
             "step-000001": "there is no such folder", "file": "is a file"}  # fmt: skip
     for name, words in said.items():
         for command in (["eval"], ["sample"], ARTIFACT):
-            assert run([*command, str(tmp_path / name), "--device", "cpu"]) == 2
-            err = capsys.readouterr().err
+            err = refused(*command, str(tmp_path / name), "--device", "cpu")
             assert words in err
             assert "name a run folder" in err
 
@@ -360,7 +356,7 @@ def test_a_model_with_a_held_out_text_of_its_own_is_evaluated_without_the_text_i
 
 
 def test_a_wrong_text_or_place_is_refused_without_a_hint_that_is_refused_too(
-    trained, tmp_path, capsys, monkeypatch
+    trained, tmp_path, capsys, monkeypatch, refused
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("short")
@@ -369,25 +365,23 @@ def test_a_wrong_text_or_place_is_refused_without_a_hint_that_is_refused_too(
         (["--validation", "short.txt"], "shorter than one sequence", "more text", "data.validation"),
         (["--data", "gone"], "there is no file or folder `gone`", "--validation PATH", "share"),
     ):
-        assert run(["eval", str(trained), "--device", "cpu", *words]) == 2
-        printed = " ".join(capsys.readouterr().err.split())
+        printed = refused("eval", str(trained), "--device", "cpu", *words)
         assert said in printed
         assert hint in printed.partition("hint: ")[2]
         assert never not in printed.partition("hint: ")[2]
     assert run(["eval", str(trained / "checkpoints")]) == 2
     assert str(trained / "checkpoints" / "step-000003") in capsys.readouterr().err.partition("hint: ")[2]
-    assert run(["sample", str(trained), "--prompt", "x", "--validation", "short.txt"]) == 2
-    assert "--prompt and --validation both say how the text begins" in " ".join(capsys.readouterr().err.split())
+    assert "--prompt and --validation both say how the text begins" in refused(
+        "sample", str(trained), "--prompt", "x", "--validation", "short.txt"
+    )
 
 
-def test_a_model_of_shards_without_a_tokenizer_takes_no_text(halves, tmp_path, capsys):
+def test_a_model_of_shards_without_a_tokenizer_takes_no_text(halves, tmp_path, refused):
     tokens = np.random.default_rng(0).integers(0, 256, 4000).astype("<u2")
     (tmp_path / "a.bin").write_bytes(header(len(tokens), tokens.dtype) + tokens.tobytes())
     out = train_on(tmp_path / "a.bin", tmp_path / "run")
     assert run(["eval", str(out), "--device", "cpu"]) == 0
-    capsys.readouterr()
-    assert run(["eval", str(out), "--validation", str(halves / "valid.txt")]) == 2
-    said = " ".join(capsys.readouterr().err.split())
+    said = refused("eval", str(out), "--validation", str(halves / "valid.txt"))
     assert "was trained on token shards without an index, and which tokenizer made them is unknown" in said
 
 

@@ -95,6 +95,8 @@ def options() -> str:
             command = command[word]
         collection = command.assemble_argument_collection()
         for argument in sorted(collection, key=lambda each: each.name):
+            if argument.name == "*":
+                continue  # a group of options, which are listed themselves
             default = argument.field_info.default
             shown = "" if default is inspect.Parameter.empty else f" = {default!r}"
             lines.append(f"{' '.join(path)} {' '.join(argument.names)}{shown}")

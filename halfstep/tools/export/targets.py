@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.config.model import ModelConfig, is_matmul, parameter_shapes
+from halfstep.config.run import Backend
 from halfstep.core.errors import how_to_install
 from halfstep.core.formats import Format
 from halfstep.core.rounding import encode
@@ -48,14 +49,14 @@ MOST_LOGITS = 2**26  # at once: 256 MiB
 class OtherModel:
     """A model that another library runs, from tokens (rows, tokens) to logits, with the methods of a session."""
 
-    def __init__(self, forward: Callable[[NDArray[np.int64]], Floats], context: int, vocabulary: int):
-        self._forward, self._context, self._vocabulary = forward, context, vocabulary
+    def __init__(self, forward: Callable[[NDArray[np.int64]], Floats], model: ModelConfig):
+        self._forward, self._model = forward, model
 
     def evaluate(self, batches: Iterable[NDArray[Any]], *, averaged: bool = True) -> tuple[float, int]:
         """Returns the sum of losses and the number of tokens."""
         total, count = 0.0, 0
         for batch in batches:
-            rows = max(1, MOST_LOGITS // (batch.shape[1] * self._vocabulary))
+            rows = max(1, MOST_LOGITS // (batch.shape[1] * self._model.vocabulary))
             for start in range(0, len(batch), rows):
                 tokens = batch[start : start + rows].astype(np.int64)
                 total += _loss(self._forward(tokens[:, :-1]), tokens[:, 1:])
@@ -64,7 +65,7 @@ class OtherModel:
 
     def logits(self, tokens: Sequence[int]) -> Floats:
         """Returns the logits of the token after the given ones."""
-        logits: Floats = self._forward(np.array([tokens[-self._context :]], np.int64))[0, -1]
+        logits: Floats = self._forward(np.array([tokens[-self._model.context :]], np.int64))[0, -1]
         return logits
 
 
@@ -111,7 +112,7 @@ class Target:
     formats: tuple[str, ...] = tuple(DTYPES)  # that the weights may have
     rounds_to: str = ""  # a format of its own, which the target rounds to further
     own_angles: bool = False  # whether its library computes rotary angles itself, instead of taking ours
-    backend: str | None = None  # the one that must run the source; None is that of the run
+    backend: Backend | None = None  # the one that must run the source; None is that of the run
     check: Callable[[Job], object] = lambda _: None  # refuses a model that the target cannot hold
 
 
@@ -159,7 +160,7 @@ def _load_hf(job: Job, folder: Path) -> Model:
         if job.tokenizer is not None:
             check_tokenizer(folder, job.tokenizer, job.text)
         forward = backend_module("torch", "export").open_transformers(folder, job.device)
-    return OtherModel(forward, job.model.context, job.model.vocabulary)
+    return OtherModel(forward, job.model)
 
 
 def _write_onnx(job: Job, folder: Path) -> None:
@@ -170,9 +171,7 @@ def _write_onnx(job: Job, folder: Path) -> None:
 
 def _load_onnx(job: Job, folder: Path) -> Model:
     session = import_module("onnxruntime").InferenceSession(folder / ONNX, providers=["CPUExecutionProvider"])
-    return OtherModel(
-        lambda tokens: session.run(["logits"], {"tokens": tokens})[0], job.model.context, job.model.vocabulary
-    )
+    return OtherModel(lambda tokens: session.run(["logits"], {"tokens": tokens})[0], job.model)
 
 
 def _write_int8(job: Job, folder: Path) -> None:
