@@ -48,12 +48,11 @@ from halfstep.core.policy import Policy
 from halfstep.core.scaling import NoScale
 from halfstep.integrations import state
 from halfstep.integrations.refusals import preserve_fp32_matmuls, refuse_precision, refuse_sharding, sharding_error
-from halfstep.torch.numerics.record import record_of
+from halfstep.torch.numerics.record import record_of, update_record
 from halfstep.torch.run import Run, prepare
 from halfstep.torch.update.step import StepResult
 
 logger = get_logger(__name__)
-_RUN = "halfstep_run"  # where a prepared model keeps its run
 _IN_BACKWARD = ("Lomo", "AdaLomo", "LayerWiseDummyOptimizer")  # they step inside of the backward pass
 
 
@@ -92,14 +91,18 @@ class Accelerator(accelerate.Accelerator):
             raise sharding_error(kind)
         self.policy = policy
         self._options: dict[str, Any] = {"seed": seed, "ema": ema, "tokens": tokens}
-        self.result: StepResult | None = None
-        self._skips = _Skips()
         self._runs: list[Run] = []
-        self._waiting: list[AcceleratedOptimizer] = []  # stepped by the user, before others of the same model
+        self._forget_updates()
         self._wrapped: list[PolicyOptimizer] | None = None  # by the `prepare` that is running
         self._evaluation: ExitStack | None = None
         self.register_save_state_pre_hook(self._save)
         self.register_load_state_pre_hook(self._load)
+
+    def _forget_updates(self) -> None:
+        self.result: StepResult | None = None
+        self._waiting: list[AcceleratedOptimizer] = []  # stepped by the user, before others of the same model
+        self._was_skipped = False  # the last update whose flag is known
+        self._flags: deque[tuple[Tensor, Any]] = deque()  # of later ones, on their way with their events
 
     # -- preparing
 
@@ -130,14 +133,14 @@ class Accelerator(accelerate.Accelerator):
                     "DDP averages the gradients of whole fp32 masters, and the policy leaves it none",
                     hint="hold masters whole, with `param=fp32`, and sum in fp32, with `accumulate=fp32`",
                 )
-            model.__dict__[_RUN] = _Held(run)
+            update_record(model, prepared=_Held(run))
         self.take_up(run.model)
         return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
 
     def take_up(self, model: nn.Module) -> None:
         """Continues with a model that this class has prepared before, as after `free_memory`."""
         run = run_of(model)
-        if run is not None and all(run is not known for known in self._runs):
+        if run is not None and run not in self._runs:
             self._runs.append(run)
             if self._evaluation is not None:
                 self._evaluation.enter_context(run.evaluation())
@@ -149,7 +152,7 @@ class Accelerator(accelerate.Accelerator):
         if not isinstance(optimizer, PolicyOptimizer):
             place = self.device_placement if device_placement is None else device_placement
             optimizer = PolicyOptimizer(self, optimizer, place)
-        if all(optimizer is not known for known in self._optimizers):
+        if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
         if self._wrapped is None:
             self._attach([optimizer])
@@ -169,12 +172,12 @@ class Accelerator(accelerate.Accelerator):
                 hint="train one nn.ModuleDict of both, or make an Accelerator for each",
             )
         (run,), optimizers = runs.values(), [each.optimizer for each in wrapped]
-        if any(all(each is not known for known in run.optimizers) for each in optimizers):
+        if any(each not in run.optimizers for each in optimizers):
             if run.optimizers:
                 self._runs.remove(run)
                 model = run.unprepare()
                 run = prepare(model, self.policy, **self._options)
-                model.__dict__[_RUN] = _Held(run)
+                update_record(model, prepared=_Held(run))
                 self._runs.append(run)
             run.attach(optimizers)
         for each in wrapped:
@@ -246,7 +249,7 @@ class Accelerator(accelerate.Accelerator):
             raise RunStateError(
                 "the optimizer's model is not being trained: its run has ended", hint="prepare both again"
             )
-        if any(optimizer is each for each in self._waiting):
+        if optimizer in self._waiting:
             self._check_all_stepped()
         self._waiting.append(optimizer)
         if len(self._waiting) < len(run.optimizers):
@@ -256,17 +259,29 @@ class Accelerator(accelerate.Accelerator):
             self.result = run.update()
         finally:
             run.clip_norm = 0.0
-        self._skips.note(run, self.result)
+        if not _waits_for_flags(run):
+            event = torch.get_device_module(run.device).Event()
+            self._flags.append((self.result.skipped.to("cpu", non_blocking=True), event))
+            event.record()
 
     def forget_for(self, optimizer: "PolicyOptimizer") -> None:
         """Drops gradients that no update will use."""
-        if all(optimizer is not each for each in self._waiting):
+        if optimizer not in self._waiting:
             self.run.forget()
 
     def skipped(self) -> bool:
-        """Whether the last update was skipped, as `optimizer_step_was_skipped` says it."""
+        """Whether the last update was skipped, as `optimizer_step_was_skipped` says it.
+
+        With a loss scale, raises if no scale can save the run.
+        """
         self._check_all_stepped()
-        return self._skips.read()
+        if self.result is not None and _waits_for_flags(self.run):
+            self._was_skipped = bool(self.result.skipped)
+            if self._was_skipped:
+                self.run.check(self.result)
+        while self._flags and self._flags[0][1].query():
+            self._was_skipped = bool(self._flags.popleft()[0])
+        return self._was_skipped
 
     def _check_all_stepped(self) -> None:
         if self._waiting:
@@ -283,19 +298,18 @@ class Accelerator(accelerate.Accelerator):
             yield
             return
         with ExitStack() as self._evaluation:
-            try:
-                for run in self._runs:
-                    self._evaluation.enter_context(run.evaluation())
-                yield
-            finally:
-                stack, self._evaluation = self._evaluation, None
-                stack.close()
+            self._evaluation.callback(setattr, self, "_evaluation", None)
+            for run in self._runs:
+                self._evaluation.enter_context(run.evaluation())
+            yield
 
     def summary(self) -> str:
         """Describes what the policy does to the model, and what Accelerate and the policy do for each other."""
-        lines = [self.run.summary(), "  Accelerate: gradients are clipped where clip_grad_norm_ says"]
-        lines.append(f"  skipped updates: {self._skips.describe(self.run)}")
-        return "\n".join(lines)
+        known = "as far as known without waiting for the device: the flag may be some updates late"
+        if _waits_for_flags(self.run):
+            known = "known exactly; reading the flag waits for the device after each update"
+        clipped = "  Accelerate: gradients are clipped where clip_grad_norm_ says"
+        return "\n".join([self.run.summary(), clipped, f"  skipped updates: {known}"])
 
     # -- saving
 
@@ -319,8 +333,7 @@ class Accelerator(accelerate.Accelerator):
         """
         with self._without_optimizers(), ExitStack() as self._weights:
             super().load_state(*args, **options)
-        self.result, self._skips = None, _Skips()
-        self._waiting.clear()
+        self._forget_updates()
 
     @contextmanager
     def _without_optimizers(self) -> Iterator[None]:
@@ -353,14 +366,12 @@ class Accelerator(accelerate.Accelerator):
         if took_over or state.frozen_weights(run):
             self._weights.enter_context(run.edit())  # while Accelerate loads them
         else:
-            own = [m for m in models if self.unwrap_model(m, keep_torch_compile=False) is run.model]
-            for model in own:
-                models.remove(model)
+            models[:] = [m for m in models if self.unwrap_model(m, keep_torch_compile=False) is not run.model]
 
     def free_memory(self, *objects: Any) -> Any:
         """Drops references to models and optimizers; those that are prepared again keep their run."""
-        self._runs, self.result, self._skips = [], None, _Skips()
-        self._waiting.clear()
+        self._runs = []
+        self._forget_updates()
         return super().free_memory(*objects)
 
 
@@ -397,62 +408,27 @@ class PolicyOptimizer(AcceleratedOptimizer):
 
 
 class _Held:
-    """A model's reference to its run. A copy or a pickle of the model has none: it has no optimizers either."""
+    """A model's reference to its run, which a pickle of the model leaves out: it has no optimizers either."""
 
     def __init__(self, run: Run | None = None):
         self.run = run
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Held":
-        return _Held()
 
     def __reduce__(self) -> tuple[type["_Held"], tuple[()]]:
         return _Held, ()
 
 
-class _Skips:
-    """Whether the last update was skipped.
+def _waits_for_flags(run: Run) -> bool:
+    """Whether the flag of a skipped update is read at once, which waits for the device.
 
-    With a loss scale skips are part of normal training, and a scheduler must not step: the flag is read, which
-    waits for the device. Without one a skip means that something is broken, and nobody waits: flags arrive behind
-    the updates, and the last one that arrived is the answer.
+    With a loss scale skips are part of normal training, and a scheduler must not step. Without one a skip means
+    that something is broken, and nobody waits: flags arrive behind the updates, and the last one that arrived is
+    the answer.
     """
-
-    def __init__(self) -> None:
-        self._last: tuple[Run, StepResult] | None = None
-        self._sent: deque[tuple[Tensor, Any]] = deque()
-        self._known = False
-
-    def note(self, run: Run, result: StepResult) -> None:
-        """Takes the result of an update that was launched."""
-        self._last = run, result
-        if not self._waits(run):
-            event = torch.get_device_module(run.device).Event()
-            self._sent.append((result.skipped.to("cpu", non_blocking=True), event))
-            event.record()
-
-    def read(self) -> bool:
-        """Returns the flag. With a loss scale, raises if no scale can save the run."""
-        if self._last is not None and self._waits(self._last[0]):
-            run, result = self._last
-            self._known = bool(result.skipped)
-            if self._known:
-                run.check(result)
-        while self._sent and self._sent[0][1].query():
-            self._known = bool(self._sent.popleft()[0])
-        return self._known
-
-    def describe(self, run: Run) -> str:
-        """Says how exact the flag is, and what it costs."""
-        if self._waits(run):
-            return "known exactly; reading the flag waits for the device after each update"
-        return "as far as known without waiting for the device: the flag may be some updates late"
-
-    @staticmethod
-    def _waits(run: Run) -> bool:
-        return run.device.type == "cpu" or not isinstance(run.policy.scale, NoScale)
+    return run.device.type == "cpu" or not isinstance(run.policy.scale, NoScale)
 
 
 def run_of(model: nn.Module) -> Run | None:
     """Returns the run of a model that an Accelerator of ours has prepared, if it still is."""
-    held = model.__dict__.get(_RUN)
-    return held.run if held is not None and record_of(model).prepared else None
+    held = record_of(model).prepared
+    run = held.run if isinstance(held, _Held) else None
+    return run if run is not None and run.model is model else None  # a copy of the model shares its record

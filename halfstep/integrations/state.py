@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,7 @@ def save(run: Run, path: str | Path) -> None:
     tensors = {name: tensor for name, tensor in state["tensors"].items() if name not in frozen}
     table = {"format": FORMAT, **{key: state[key] for key in ("policy", "optimizers", "numbers")}}
     table["frozen"] = {name: _sum_of_bytes(weight) for name, weight in frozen.items()}
-    table["groups"] = [
-        [
-            {key: _encode(value, f"group.{i}.{j}.{key}", tensors) for key, value in group.items()}
-            for j, group in enumerate(groups)
-        ]
-        for i, groups in enumerate(state["groups"])
-    ]
+    table["groups"] = _map_settings(_encode, state["groups"], tensors)
     try:
         text = json.dumps(table, sort_keys=True)
     except (TypeError, ValueError) as error:
@@ -94,16 +88,16 @@ def load(run: Run, path: str | Path, *, frozen_later: bool = False) -> None:
                 "model is prepared",
             )
     tensors |= frozen
-    groups = [
-        [
-            {key: _decode(value, f"group.{i}.{j}.{key}", tensors) for key, value in group.items()}
-            for j, group in enumerate(groups)
-        ]
-        for i, groups in enumerate(table["groups"])
-    ]
+    groups = _map_settings(_decode, table["groups"], tensors)
     for name in [name for name in tensors if name.startswith("group.")]:
         del tensors[name]
-    run.load_state_dict({**table, "groups": _move_to_devices(run, groups), "tensors": tensors})
+    # Settings that are tensors, as a learning rate may be, go to the device where this run has them.
+    for optimizer, settings in zip(run.optimizers, groups, strict=False):  # other numbers are refused, in words
+        for group, given in zip(optimizer.param_groups, settings, strict=False):
+            for key, value in given.items():
+                if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+                    given[key] = value.to(group[key].device)
+    run.load_state_dict({**table, "groups": groups, "tensors": tensors})
 
 
 def frozen_weights(run: Run) -> dict[str, Tensor]:
@@ -155,6 +149,17 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return table, {name: restored(record) for name, record in arrays.items()}
 
 
+def _map_settings(convert: Callable[..., Any], groups: Any, tensors: dict[str, Tensor]) -> Any:
+    """Returns the settings of each optimizer's groups, converted; each has a name among the tensors."""
+    return [
+        [
+            {key: convert(value, f"group.{i}.{j}.{key}", tensors) for key, value in group.items()}
+            for j, group in enumerate(settings)
+        ]
+        for i, settings in enumerate(groups)
+    ]
+
+
 def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """Returns a setting as JSON holds it; a tensor is put among the tensors, under `name`."""
     if isinstance(value, Tensor):
@@ -167,16 +172,6 @@ def _decode(value: Any, name: str, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, dict) and value.keys() == {"tensor"}:
         return tensors[name]
     return tuple(value["tuple"]) if isinstance(value, dict) and value.keys() == {"tuple"} else value
-
-
-def _move_to_devices(run: Run, groups: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
-    """Moves settings that are tensors, as a learning rate may be, to the device where this run has them."""
-    for optimizer, settings in zip(run.optimizers, groups, strict=False):  # other numbers are refused, in words
-        for group, given in zip(optimizer.param_groups, settings, strict=False):
-            for key, value in given.items():
-                if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
-                    given[key] = value.to(group[key].device)
-    return groups
 
 
 def _to_stored(name: str, tensor: Tensor) -> Stored:

@@ -1,7 +1,7 @@
 """Fabric with `policy=`."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,17 +11,26 @@ from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 from torch import Tensor, nn
 
 from halfstep.core.arrays.measure import TOKENS
-from halfstep.core.errors import ArgumentError, AutocastError, OptimizerParametersError, RunStateError
+from halfstep.core.errors import (
+    ArgumentError,
+    AutocastError,
+    HalfstepError,
+    OptimizerParametersError,
+    RunStateError,
+    StateError,
+    UnsupportedOptimizerError,
+)
 from halfstep.core.policy import Policy
-from halfstep.integrations.lightning.checks import (
+from halfstep.integrations.lightning.shared import (
     check_backward,
-    check_one,
     check_replicas,
     check_step,
     check_strategy,
-    without_state,
+    covered_functions,
+    load_state,
+    state_of,
+    update,
 )
-from halfstep.integrations.lightning.runs import States, covered_functions, update
 from halfstep.torch.parallel.ranks import num_ranks
 from halfstep.torch.run import Run, prepare
 
@@ -59,8 +68,8 @@ class Fabric(PlainFabric):
         """Sets up a model and its optimizer, as Fabric does, and prepares them."""
         if kwargs.get("move_to_device", True):
             self.to_device(module)  # a policy may depend on the device
-        with self._policy_plugin.taking(optimizers):
-            made = super().setup(module, *optimizers, **kwargs)
+        made = super().setup(module, *optimizers, **kwargs)
+        self._policy_plugin.attach(optimizers)
         _give_context(made[0] if optimizers else made)
         return made
 
@@ -109,7 +118,7 @@ class Fabric(PlainFabric):
         if STATE in state:
             raise ArgumentError(f"`{STATE}` is the entry of the runs' states", hint="name yours something else")
         runs = self._runs_in(state)
-        super().save(path, {**state, STATE: States(runs)} if runs else state, filter)
+        super().save(path, {**state, STATE: _States(runs)} if runs else state, filter)
 
     def load(
         self, path: Any, state: dict[str, Any] | None = None, strict: bool = True, **kwargs: Any
@@ -118,22 +127,52 @@ class Fabric(PlainFabric):
         runs = self._runs_in(state or {})
         if state is None or not runs:
             return super().load(path, state, strict, **kwargs)
-        states = States(runs)
+        states = _States(runs)
         given = {name: value for name, value in state.items() if name not in runs} | {STATE: states}
         try:
             rest = super().load(path, given, strict, **kwargs)
         except KeyError as error:
             if STATE in str(error):
-                raise without_state(path) from error
+                raise _without_state(path) from error
             raise
         if not states.loaded:
-            raise without_state(path)
+            raise _without_state(path)
         state.update({name: given[name] for name in state if name in given})
         return {name: value for name, value in rest.items() if name not in runs}
 
     def _runs_in(self, state: Mapping[str, Any]) -> dict[str, Run]:
         found = {name: self._policy_plugin.find(value) for name, value in state.items()}
         return {name: run for name, run in found.items() if run is not None}
+
+
+def _without_state(path: Any) -> HalfstepError:
+    """Returns the refusal of a checkpoint that was saved without a policy."""
+    return StateError(
+        f"`{path}` has no state of a run: it was saved without a policy",
+        hint='fabric.load(path, {"model": model}) loads the weights, fabric.run_of(model).load_torch_amp the rest',
+    )
+
+
+class _States:
+    """The states of runs, as Fabric saves and loads an object."""
+
+    def __init__(self, runs: dict[str, Run]):
+        self.runs, self.loaded = runs, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of each run, by the name of its model."""
+        return {name: state_of(run) for name, run in self.runs.items()}
+
+    def load_state_dict(self, given: dict[str, Any]) -> None:
+        """Restores each run."""
+        for name, run in self.runs.items():
+            if name not in given:
+                raise StateError(
+                    f"the checkpoint has no run for `{name}`, only for {', '.join(given)}",
+                    hint="name the optimizer as it was named when it was saved",
+                )
+            load_state(run, given[name])
+        self.loaded = True
 
 
 class _Model(_FabricModule):
@@ -161,28 +200,21 @@ class _FabricPrecision(PlainFabricPrecision):
     def __init__(self, policy: Policy | str, options: dict[str, Any]):
         self._policy, self._options = policy, options
         self._runs: list[Run] = []
-        self._given: tuple[torch.optim.Optimizer, ...] = ()
-
-    @contextmanager
-    def taking(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> Iterator[None]:
-        """Inside, the model that is converted gets these optimizers."""
-        check_one(optimizers)
-        self._given = optimizers
-        try:
-            yield
-        finally:
-            self._given = ()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Prepares the model, before it is wrapped and compiled."""
-        run = prepare(module, [*self._given] or None, self._policy, **self._options)
-        check_replicas(run, wrapped=num_ranks() > 1)
-        self._runs.append(run)
+        self._runs.append(prepare(module, self._policy, **self._options))
         return module
 
     def attach(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
-        """Gives a model that was set up alone its optimizer."""
-        check_one(optimizers)
+        """Gives a model that was set up its optimizer."""
+        if len(optimizers) > 1:
+            raise UnsupportedOptimizerError(
+                f"{len(optimizers)} optimizers for one model: each would be stepped alone, and an update has one "
+                "norm",
+                hint="one optimizer with several groups; or halfstep.torch.prepare(model, optimizers, policy) and "
+                "its run.step",
+            )
         for optimizer in optimizers:
             held = {p for group in optimizer.param_groups for p in group["params"]}
             runs = [run for run in self._runs if not held.isdisjoint(run.model.parameters())]

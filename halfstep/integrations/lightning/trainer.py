@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import Precision as PlainPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
@@ -15,19 +16,27 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.core.arrays.measure import TOKENS
-from halfstep.core.errors import ArgumentError, OptimizerParametersError, RunStateError
+from halfstep.core.errors import (
+    ArgumentError,
+    HalfstepError,
+    OptimizerParametersError,
+    RunStateError,
+    SplitMasterError,
+    UnsupportedModelError,
+)
 from halfstep.core.policy import Policy
 from halfstep.core.scaling import DynamicScale
-from halfstep.integrations.lightning.checks import (
-    check_averages,
+from halfstep.integrations.lightning.shared import (
     check_backward,
-    check_module,
     check_replicas,
     check_step,
     check_strategy,
-    manual,
+    covered_functions,
+    is_whole,
+    load_state,
+    state_of,
+    update,
 )
-from halfstep.integrations.lightning.runs import covered_functions, load_state, state_of, update
 from halfstep.torch.numerics.record import record_of, update_record
 from halfstep.torch.run import Run, prepare
 from halfstep.torch.update.step import StepResult
@@ -66,7 +75,12 @@ class HalfstepPrecision(PlainPrecision):
 
     def summary(self) -> str:
         """Describes the run, and what the Trainer adds to its costs."""
-        return "\n".join([self.run.summary(), *_costs(self.run)])
+        lines = [self.run.summary()]
+        if isinstance(self.run.policy.scale, DynamicScale) and self.run.optimizers:
+            lines.append(
+                "  the skip flag is read after each update, one sync: a run that no loss scale can save ends"
+            )
+        return "\n".join(lines)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Refuses a strategy that no policy is implemented for, before it changes the model."""
@@ -88,7 +102,7 @@ class HalfstepPrecision(PlainPrecision):
         trainer = module.trainer
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
-            check_module(module)
+            _check_module(module)
         if self._run is not None and self._run.model is module and not fits:
             return model, optimizers, lr_schedulers  # to evaluate what was trained
         self._release()
@@ -99,7 +113,7 @@ class HalfstepPrecision(PlainPrecision):
             run = prepare(module, optimizers if fits else None, self._policy, **self._options)
         if fits:
             check_replicas(run, wrapped=module is not model)
-            check_averages(run, trainer.callbacks)  # type: ignore[attr-defined]
+            _check_averages(run, trainer.callbacks)  # type: ignore[attr-defined]
             if trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE:
                 run.clip_norm = float(trainer.gradient_clip_val or 0.0)  # for the summary
         self._run, self.result = run, None
@@ -120,7 +134,7 @@ class HalfstepPrecision(PlainPrecision):
     ) -> None:
         """Adds the gradients of a micro-batch, whose loss Lightning has divided by their number."""
         if optimizer is None:
-            raise manual()
+            raise _manual()
         check_backward(args, kwargs)
         self.run.backward(tensor, normalized=True)
 
@@ -200,6 +214,37 @@ class HalfstepPrecision(PlainPrecision):
         return cast(pl.LightningModule, self.run.model).trainer.state.fn == TrainerFn.FITTING
 
 
+def _check_module(module: pl.LightningModule) -> None:
+    """Refuses modules that make their own updates or backward passes."""
+    if not module.automatic_optimization:
+        raise _manual()
+    if is_overridden("backward", module):
+        raise UnsupportedModelError(
+            f"{type(module).__name__}.backward is its own, and would bypass the run: no scale, no finite check",
+            hint="remove it; return the loss from training_step",
+        )
+
+
+def _manual() -> HalfstepError:
+    """Returns the refusal of manual optimization."""
+    return UnsupportedModelError(
+        "manual optimization: the module makes its own updates, which a plugin cannot check, clip or skip",
+        hint="automatic_optimization = True; or halfstep.torch.prepare and run.step in training_step, "
+        "with the Trainer at 32-true",
+    )
+
+
+def _check_averages(run: Run, callbacks: list[Any]) -> None:
+    """Refuses callbacks that average parameters which are half of their masters."""
+    found = next((c for c in callbacks if isinstance(c, WeightAveraging | StochasticWeightAveraging)), None)
+    if found is not None and not is_whole(run):
+        run.unprepare()
+        raise SplitMasterError(
+            f"{type(found).__name__} averages the module's parameters, which hold a part of their masters",
+            hint="HalfstepPrecision(policy, ema=0.999) averages masters; or hold them whole, with `param=fp32`",
+        )
+
+
 @contextmanager
 def _without_compile(module: pl.LightningModule) -> Iterator[None]:
     """Inside, a module that `torch.compile` was given is as it was built; after, its steps are compiled again."""
@@ -214,12 +259,6 @@ def _without_compile(module: pl.LightningModule) -> Iterator[None]:
             for name in _COMPILED:
                 context[f"original_{name}"] = getattr(module, name)
                 setattr(module, name, context["dynamo_ctx"](getattr(module, name)))
-
-
-def _costs(run: Run) -> list[str]:
-    if not isinstance(run.policy.scale, DynamicScale) or not run.optimizers:
-        return []
-    return ["  the skip flag is read after each update, one sync: a run that no loss scale can save ends"]
 
 
 def _users(model: pl.LightningModule, hook: str) -> list[Any]:
