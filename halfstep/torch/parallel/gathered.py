@@ -25,6 +25,7 @@ from halfstep.torch.numerics.shards import ShardCast
 from halfstep.torch.parallel.wire import NarrowReduceScatter
 
 _ATEN = torch.ops.aten
+_FSDP = "torch.distributed.fsdp"  # where its hooks are from
 # What gives the same numbers in another shape.
 _VIEWS = {
     _ATEN.alias.default,
@@ -95,7 +96,8 @@ class Sharded:
             gather.install()
         for module in self.modules:
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                hooks |= {key: _outside_of_modes(hook) for key, hook in hooks.items() if _is_of_fsdp(hook)}
+                theirs = {k: h for k, h in hooks.items() if getattr(h, "__module__", "").startswith(_FSDP)}
+                hooks |= {key: _outside_of_modes(hook) for key, hook in theirs.items()}
 
     def set_grad_sync(self, now: bool) -> None:
         """Tells FSDP before a backward pass whether ranks exchange gradients in it or keep them."""
@@ -103,7 +105,7 @@ class Sharded:
             module.set_requires_gradient_sync(now, recurse=False)
 
     @torch.no_grad()
-    def make_casts(self) -> None:
+    def make(self) -> None:
         """Casts the shards in a few launches, for all gathers of an update."""
         groups: dict[torch.dtype, list[Gather]] = {}
         for gather in self.gathers.values():
@@ -116,7 +118,7 @@ class Sharded:
             for gather, cast in zip(gathers, values, strict=True):
                 gather.cast.hold(cast)
 
-    def drop_casts(self) -> None:
+    def drop(self) -> None:
         """Frees the casts, as the update has changed the shards; those it wrote too are kept for the next."""
         for gather in self.gathers.values():
             gather.cast.drop_unless_written()
@@ -141,10 +143,6 @@ class Sharded:
         """Returns what a parameter travels in."""
         found = [gather.format() for gather in self.gathers.values() if gather.sharded is sharded]
         return found[0] if found else sharded.sharded_param.dtype
-
-
-def _is_of_fsdp(hook: Any) -> bool:
-    return getattr(hook, "__module__", "").startswith("torch.distributed.fsdp")
 
 
 def _outside_of_modes(hook: Any) -> Any:

@@ -25,7 +25,7 @@ GREETING = 0.5  # seconds after which a rank asks again which attempt this is
 ANSWER = 10.0  # seconds for the store to answer
 
 
-def _meet(store: Any, rank: int, ranks: int) -> str:
+def _agree_on_attempt(store: Any, rank: int, ranks: int) -> str:
     """Returns a name for this attempt that no other has: torchrun's store still holds what killed workers wrote.
 
     Rank 0 names it. The others greet under the name that they read; only a rank 0 that lives answers.
@@ -65,13 +65,13 @@ class Host:
         self.rank, self.ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
         self.local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks))
-        self._said = 0
+        self._num_broadcasts = 0
         self._group: Any = None
         self._store: Any = HashStore()
         self._notes: Any = self._store
         if "RANK" in os.environ:
             store = next(rendezvous("env://", timeout=datetime.timedelta(seconds=OPENING)))[0]
-            attempt = _meet(store, self.rank, self.ranks)
+            attempt = _agree_on_attempt(store, self.rank, self.ranks)
             self._store = PrefixStore(attempt, store)
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             answer = datetime.timedelta(seconds=ANSWER)
@@ -125,8 +125,8 @@ class Host:
 
     def broadcast(self, text: str | None) -> str:
         """Returns what rank 0 passes."""
-        key = f"said/{self._said}"
-        self._said += 1
+        key = f"said/{self._num_broadcasts}"
+        self._num_broadcasts += 1
         if self.rank == 0:
             assert text is not None
             self._store.set(key, text)

@@ -14,6 +14,7 @@ model that a policy was applied to, before it gets its optimizers:
 """
 
 import gc
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -40,7 +41,7 @@ def in_group() -> bool:
 
 def num_ranks() -> int:
     """Returns how many processes there are; 1 without a process group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if in_group() else 1
 
 
 def exclude_from_ddp(model: nn.Module, names: Sequence[str]) -> None:
@@ -57,15 +58,12 @@ def exclude_from_ddp(model: nn.Module, names: Sequence[str]) -> None:
 
 def copies(parameters: Sequence[Tensor]) -> int:
     """Returns how many ranks have the same shard of each parameter; 0 if parameters are not sharded."""
-    numbers = {_copies(p) for p in parameters if is_shard(p)}
+    shards: list[Any] = [p for p in parameters if is_shard(p)]
+    numbers = {
+        math.prod(n for n, kind in zip(p.device_mesh.shape, p.placements, strict=True) if kind.is_replicate())
+        for p in shards
+    }
     return numbers.pop() if len(numbers) == 1 else 0
-
-
-def _copies(parameter: Any) -> int:
-    number = 1
-    for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
-        number *= size if placement.is_replicate() else 1
-    return number
 
 
 def from_all_ranks(value: Any) -> list[Any]:

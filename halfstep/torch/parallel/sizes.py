@@ -1,4 +1,4 @@
-"""What a job costs each rank, by formula: bytes that it holds, and bytes that it sends.
+"""What a job sends, by formula: bytes of each rank.
 
 What a rank sends of a tensor of B bytes, with n ranks that each send to a neighbor (a ring):
 
@@ -10,37 +10,8 @@ What a rank sends of a tensor of B bytes, with n ranks that each send to a neigh
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from halfstep.core.policy import Policy
 from halfstep.torch.numerics.dtypes import dtype_of
-
-
-class Held(NamedTuple):
-    """Bytes that one rank holds for training, besides activations and what is gathered for a layer."""
-
-    weights: int  # masters, whole; or their bf16 halves
-    remainders: int  # of split masters
-    gradients: int
-    moments: int
-
-
-def held(
-    shapes: Iterable[Sequence[int]], rank: int, shards: int, *, split: bool = False, moments: int = 2
-) -> Held:
-    """Returns what a rank holds of fp32 masters with `moments` fp32 numbers each (AdamW 2, Muon 1).
-
-    `shards` is 1 under DDP. FSDP2 deals rows, as torch.chunk does, and holds split masters whole.
-    """
-    numbers = 0
-    for shape in shapes:
-        rows, row = (shape[0], 1) if len(shape) else (1, 1)
-        for size in shape[1:]:
-            row *= size
-        each = -(-rows // shards)
-        numbers += max(0, min(each, rows - rank * each)) * row
-    half = 2 * numbers if split and shards == 1 else 0
-    return Held(4 * numbers - half, half, 4 * numbers, 4 * numbers * moments)
 
 
 class Sent(NamedTuple):
@@ -52,13 +23,8 @@ class Sent(NamedTuple):
 
 
 def ring_share(ring: int, nbytes: int) -> int:
-    """Returns what a rank sends when this many bytes are gathered, or reduced to parts, ring_share a ring."""
+    """Returns what a rank sends when this many bytes are gathered, or reduced to parts, around a ring."""
     return nbytes * (ring - 1) // ring
-
-
-def replica_traffic(parameters: Sequence[Tensor], policy: Policy, ranks: int) -> Sent:
-    """Returns what DDP sends, and what halfstep sends instead."""
-    return gradient_traffic(sum(p.numel() for p in parameters if p.requires_grad), policy, ranks)
 
 
 def gradient_traffic(numbers: int, policy: Policy, ranks: int) -> Sent:

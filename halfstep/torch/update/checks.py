@@ -1,6 +1,6 @@
 """Checks of the arguments of `prepare`; the model, optimizers and policy are checked where they are used."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,12 +8,11 @@ from torch import Tensor, nn
 
 from halfstep.config.model import model_like, owner
 from halfstep.core.arrays.measure import decide_once
-from halfstep.core.averages import check_decay
 from halfstep.core.choice import Choice
-from halfstep.core.errors import ArgumentError, AutoPolicyError, PolicyConflictError, PolicyFitError, warn_caller
+from halfstep.core.errors import AutoPolicyError, PolicyConflictError, PolicyFitError, warn_caller
 from halfstep.core.formats import FP32
 from halfstep.core.policy import Policy
-from halfstep.core.refusal import check_numbers, slow_formats
+from halfstep.core.refusal import slow_formats
 from halfstep.core.roles import Param
 from halfstep.torch import measure
 from halfstep.torch.convert.apply import Applied
@@ -22,25 +21,6 @@ from halfstep.torch.numerics.dtypes import describe
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import check_optimizers
 from halfstep.torch.parallel.ranks import num_ranks
-
-
-def check_settings(clip_norm: Any, seed: Any, ema: float, tokens: int) -> None:
-    """Refuses values that are no settings of a run."""
-    check_numbers(clip_norm=clip_norm, seed=seed, tokens=tokens)
-    if ema:
-        check_decay(ema)
-
-
-def policy_of(optimizer: Any, policy: Any) -> tuple[Any, Policy | str]:
-    """Returns what `prepare` was given as (optimizers or None, policy): the policy may come second or third."""
-    if policy is None and isinstance(optimizer, Policy | str):
-        optimizer, policy = None, optimizer
-    if policy is None:
-        raise ArgumentError(
-            "no policy was given",
-            hint='prepare(model, optimizer, "bf16-mixed"), or prepare(model, "bf16-mixed") without an optimizer',
-        )
-    return optimizer, policy
 
 
 def measured_choice(model: nn.Module, tokens: int) -> Choice:
@@ -69,7 +49,16 @@ def check_given(given: Any, model: nn.Module, resolved: ModelPolicy) -> list[tor
     params = [value for rule in policy.rules for _, value in rule.changes if isinstance(value, Param)]
     narrow = any(param.split or param.format != FP32 for param in (policy.param, *params))
     optimizers = check_optimizers(given, model, narrow=narrow)
-    check_moments(optimizers, model, resolved)
+    values, named = resolved.values, model.named_parameters()
+    wanted: Mapping[Tensor, Any] = {p: values[owner(n)].values["moments"] for n, p in named if owner(n) in values}
+    for optimizer in (o for o in optimizers if isinstance(o, Optimizer)):
+        for p, fmt in optimizer.given.items():
+            if fmt != wanted.get(p, fmt):
+                raise PolicyConflictError(
+                    f"{type(optimizer).__name__} was given moments={fmt} for `{optimizer.names[p]}`, and the "
+                    f"policy says moments={wanted[p]}",
+                    hint=f"set it in the policy, `bf16-mixed,moments={fmt}`, or omit it from the optimizer",
+                )
     return optimizers
 
 
@@ -85,31 +74,15 @@ def check_move(
     wanted = [p for each in (policy, policy.evaluation()) for p in resolve(model, each).wanted]
     check_supported(wanted, device)
     measured = choice is not None or conversion.measured is not None
+    what = ""
     if measured or any(precision.narrow and not precision.emulate for precision in wanted):
         what = "its precision was measured there" if measured else "whether fp8 runs depends on the device"
+    elif conversion.amaxes is not None:
+        what = "the amaxes of its delayed operands do not follow"
+    if what:
         raise PolicyFitError(
             f"the model was prepared on {before} and is on {device} now, and {what}",
             hint="move it to its device before prepare()",
         )
-    if conversion.amaxes is not None:
-        raise PolicyFitError(
-            f"the model was prepared on {before} and is on {device} now, and the amaxes of its delayed operands "
-            "do not follow",
-            hint="move it to its device before prepare()",
-        )
     for message in slow_formats(policy, describe(device)):
         warn_caller(message)
-
-
-def check_moments(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module, resolved: ModelPolicy) -> None:
-    """Refuses moments formats of an optimizer that contradict the policy."""
-    values, named = resolved.values, model.named_parameters()
-    wanted: Mapping[Tensor, Any] = {p: values[owner(n)].values["moments"] for n, p in named if owner(n) in values}
-    for optimizer in (o for o in optimizers if isinstance(o, Optimizer)):
-        for p, fmt in optimizer.given.items():
-            if fmt != wanted.get(p, fmt):
-                raise PolicyConflictError(
-                    f"{type(optimizer).__name__} was given moments={fmt} for `{optimizer.names[p]}`, and the "
-                    f"policy says moments={wanted[p]}",
-                    hint=f"set it in the policy, `bf16-mixed,moments={fmt}`, or omit it from the optimizer",
-                )

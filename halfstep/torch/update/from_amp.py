@@ -51,7 +51,10 @@ def take_over(run: RunParts, optimizers: State | Sequence[State | None], scaler:
         if run.scale_watch is not None:
             run.scale_watch.forget()
         good = int(scale.good_steps)
-        lines.append(f"loss scale {float(scale.scale):g} after {good} finite steps{_odds(run, scaler)}")
+        known = {theirs: getattr(run.policy.scale, ours) for theirs, ours in _LAW.items() if theirs in scaler}
+        odds = ", ".join(f"{name}={scaler[name]:g}" for name, ours in known.items() if scaler[name] != ours)
+        note = f"; the scaler had {odds}, but the policy's law holds now" if odds else ""
+        lines.append(f"loss scale {float(scale.scale):g} after {good} finite steps{note}")
     return "\n".join(lines)
 
 
@@ -153,10 +156,3 @@ def _scale(run: RunParts, scaler: State) -> ScaleState:
     power = min(max(2.0 ** math.floor(math.log2(scale)), law.floor), law.ceiling)
     good = min(int(scaler.get("_growth_tracker", 0)), law.interval - 1)
     return run.scalars(ScaleState(power, good, law.hysteresis, False))
-
-
-def _odds(run: RunParts, scaler: State) -> str:
-    law = run.policy.scale
-    known = {theirs: getattr(law, ours) for theirs, ours in _LAW.items() if theirs in scaler}
-    odds = [f"{theirs}={scaler[theirs]:g}" for theirs, ours in known.items() if scaler[theirs] != ours]
-    return f"; the scaler had {', '.join(odds)}, but the policy's law holds now" if odds else ""

@@ -66,9 +66,10 @@ class UserGradients:
     def collect(self, parameters: Sequence[Tensor]) -> Grads:
         """Returns the gradients of an update as they are now; refuses those that were changed while scaled."""
         if self._seen is not None and self.accumulation.complete:
-            changed = "" if self.finite is not None or self._is_mean() else self._changed()
-            if changed:
-                scaled = not isinstance(self.accumulation.policy.scale, NoScale)
+            scaled = not isinstance(self.accumulation.policy.scale, NoScale)
+            # Without a scale and with one micro-batch they are the gradient of the mean loss already.
+            is_mean = not scaled and is_one(self.accumulation.weights)
+            if self.finite is None and not is_mean and (changed := self._changed()):
                 state = "times the loss scale" if scaled else "a sum over micro-batches"
                 raise GradientsError(
                     f"the gradient of `{changed}` was changed or dropped between backward and update, where it is "
@@ -115,12 +116,6 @@ class UserGradients:
             _set_grad(p, grads[id(p)])
         self.note_norm(times(norm, factor), grads)
         self._seen = parameters, [], []
-
-    def _is_mean(self) -> bool:
-        """Whether `p.grad` already is the gradient of the mean loss: no scale, and one micro-batch."""
-        accumulation = self.accumulation
-        unscaled = isinstance(accumulation.policy.scale, NoScale)
-        return unscaled and isinstance(accumulation.weights, float) and accumulation.weights == 1.0
 
     def _changed(self) -> str:
         """Returns the name of a parameter whose gradient is no longer what it was; empty if there is none."""

@@ -240,7 +240,8 @@ class StepGraph:
 
 def why_not(run: RunParts) -> str:
     """Returns why a run's steps cannot be graphs; empty if they can."""
-    hooked = [o for o in run.optimizers if _num_hooks(o) > 1]  # one is the run's own
+    hooks = [(o, o._optimizer_step_pre_hooks, o._optimizer_step_post_hooks) for o in run.optimizers]
+    hooked = [o for o, before, after in hooks if max(len(before), len(after)) > 1]  # one is the run's own
     reasons = {
         "several processes exchange gradients within it": num_ranks() > 1 or run.sharded is not None,
         "a monitor is on, which sends numbers to the host within a step": run.watching is not None,
@@ -270,10 +271,6 @@ def check_graph(why: str, hint: str = PLAIN) -> None:
 def has_graphs(device: torch.device) -> bool:
     """Whether a device has CUDA graphs."""
     return device.type == "cuda"
-
-
-def _num_hooks(optimizer: Any) -> int:
-    return max(len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks))
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """What a run consists of, and the state that its steps change. `Engine` (step.py) adds the verbs."""
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -23,7 +23,7 @@ from halfstep.torch.optim.drivers import Driver, GradNorm, StockDriver, check_op
 from halfstep.torch.optim.ema import Averages
 from halfstep.torch.optim.masters import PREPARE_AGAIN, Masters
 from halfstep.torch.parallel.ranks import copies, num_ranks, same_as_rank_0, wrappers_of
-from halfstep.torch.parallel.sizes import Sent, replica_traffic, shard_traffic
+from halfstep.torch.parallel.sizes import Sent, gradient_traffic, shard_traffic
 from halfstep.torch.parallel.wire import averaging_hook
 from halfstep.torch.update.accumulation import Accumulation, check_device
 from halfstep.torch.update.buffers import Buffers, Contents
@@ -81,7 +81,7 @@ class RunParts:
         self.averages: Averages | None = None
         self.sharded: Sharded | None = None  # by FSDP, after it was prepared
         self.num_copies = 0  # ranks that have the same shard; 0 if parameters are not sharded
-        self.found_wrappers: list[weakref.ref[Any]] = []  # DDP modules ring_share the model
+        self.found_wrappers: list[weakref.ref[Any]] = []  # DDP modules around the model
         self.skipped: Tensor | None = None  # whether the last update was; None before the first
         self._decay, self._warns, self._seed = ema, warns, seed
         self._index_parameters()
@@ -103,6 +103,7 @@ class RunParts:
         self._list_parameters()
         self.contents = Contents(self.model)
         self.weight_casts = WeightCasts(self.contents)
+        self.casts: WeightCasts | Sharded = self.weight_casts
         self.buffers = Buffers(self.contents)
         self.accumulation = Accumulation(self.policy, self.contents)
         self.user_gradients = UserGradients(self.accumulation, self.masters.names)
@@ -117,14 +118,16 @@ class RunParts:
                 f"`{empty[0]}` is on the meta device and has no numbers ({len(empty)} such parameters)",
                 hint="model.to_empty(device=...), load or initialize the weights, then run.attach(optimizers)",
             )
-        if _are_shards_of(self.model, self.masters.names):
+        now, known = dict(self.model.named_parameters()), self.masters.names
+        same_names = [*now] == [*known.values()]
+        if same_names and all(is_shard(p) and p not in known for p in now.values()):  # as fully_shard leaves them
             from halfstep.torch.parallel.gathered import Sharded  # imports FSDP
 
             self._index_parameters()
             self._check_shards()
-            self.sharded = Sharded(self.model, dtype_of(self.policy.reduce))
+            self.casts = self.sharded = Sharded(self.model, dtype_of(self.policy.reduce))
             self.masters.casts = {g.sharded.sharded_param: g.cast for g in self.sharded.gathers.values()}
-        elif _are_filled(self.model, self.masters.names):
+        elif same_names and all(p.is_meta for p in known):  # it has its memory since, which replaces parameters
             self._index_parameters()
         if self.sharded is None and self.conversion.split_later:
             self.conversion = split_now(self.model, self.conversion)
@@ -155,17 +158,11 @@ class RunParts:
 
     def make_casts(self) -> None:
         """Casts weights for all micro-batches of an update: those eager layers cast, or shards that travel."""
-        if self.sharded is None:
-            self.weight_casts.make()
-        else:
-            self.sharded.make_casts()
+        self.casts.make()
 
     def drop_casts(self) -> None:
         """Frees the casts that are left when an update is over."""
-        if self.sharded is None:
-            self.weight_casts.drop()
-        else:
-            self.sharded.drop_casts()
+        self.casts.drop()
 
     def set_grad_sync(self, now: bool) -> None:
         """Says before a micro-batch whether several ranks exchange gradients in its backward pass or keep them."""
@@ -184,10 +181,11 @@ class RunParts:
         """Returns how many bytes this rank sends, by formula."""
         if self.sharded is not None:
             return shard_traffic(self.sharded.groups(), self.sharded.format_of, self.policy)
-        return replica_traffic(self.parameters, self.policy, num_ranks())
+        numbers = sum(p.numel() for p in self.parameters if p.requires_grad)
+        return gradient_traffic(numbers, self.policy, num_ranks())
 
     def wrappers(self) -> list[Any]:
-        """Returns the DDP modules ring_share the model, which send what the policy says since they were found."""
+        """Returns the DDP modules around the model, which send what the policy says since they were found."""
         wrappers = [wrapper for ref in self.found_wrappers if (wrapper := ref()) is not None]
         if wrappers or self.averages_all():
             return wrappers
@@ -279,7 +277,8 @@ class RunParts:
         """Refuses what is not implemented for parameters that FSDP has sharded."""
         placed = [(p.placements, name) for p, name in self.masters.names.items()]  # type: ignore[attr-defined]
         tensor = [name for kinds, name in placed if sum(not kind.is_replicate() for kind in kinds) > 1]
-        if tensor or not any(map(is_sharding, self.model.modules())):
+        bases = {base.__name__ for module in self.model.modules() for base in type(module).__mro__}
+        if tensor or "FSDPModule" not in bases:
             raise ParallelError(
                 f"`{[*tensor, placed[0][1]][0]}` is split by something else than fully_shard: tensor parallelism "
                 "is not implemented",
@@ -309,24 +308,6 @@ class RunParts:
                 compute = self.policy.compute.format
                 driver.optimizer.bind(self.masters, self.conversion.moments, compute, emulate=self.policy.emulate)
             driver.cast_moments()
-
-
-def is_sharding(module: nn.Module) -> bool:
-    """Whether FSDP2 gathers parameters of a module."""
-    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
-
-
-def _are_shards_of(model: nn.Module, known: Mapping[Tensor, str]) -> bool:
-    """Whether all parameters that a model was prepared with were replaced by their shards, as fully_shard does."""
-    now = dict(model.named_parameters())
-    sharded = all(is_shard(p) and p not in known for p in now.values())
-    return sharded and [*now] == [*known.values()]
-
-
-def _are_filled(model: nn.Module, known: Mapping[Tensor, str]) -> bool:
-    """Whether a model that was prepared on the meta device got its memory since, which replaces parameters."""
-    now = dict(model.named_parameters())
-    return all(p.is_meta for p in known) and [*now] == [*known.values()]
 
 
 def _refuse_load(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:

@@ -5,13 +5,16 @@ from typing import Any, TypeVar
 from torch import nn
 
 from halfstep.core.arrays.measure import TOKENS, resolve_policy
+from halfstep.core.averages import check_decay
+from halfstep.core.errors import ArgumentError
 from halfstep.core.policy import Policy
+from halfstep.core.refusal import check_numbers
 from halfstep.torch.convert.apply import apply_resolved
 from halfstep.torch.convert.plan import check_model, check_type
 from halfstep.torch.convert.resolve import resolve
 from halfstep.torch.numerics.dtypes import describe, expected_device
 from halfstep.torch.parallel.ranks import exclude_from_ddp, in_group
-from halfstep.torch.update.checks import check_given, check_settings, device_of, measured_choice, policy_of
+from halfstep.torch.update.checks import check_given, device_of, measured_choice
 from halfstep.torch.update.graph import check_graph, why_not_with
 from halfstep.torch.update.step import Engine
 from halfstep.torch.update.switches import check_fp32
@@ -33,8 +36,17 @@ def prepare_as(
     graph: bool = False,
 ) -> Kind:
     """Does what `halfstep.torch.prepare` documents, and makes an engine, or the run above it."""
-    check_settings(clip_norm, seed, ema, tokens)
-    given, named = policy_of(optimizer, policy)
+    check_numbers(clip_norm=clip_norm, seed=seed, tokens=tokens)
+    if ema:
+        check_decay(ema)
+    given, named = optimizer, policy
+    if named is None and isinstance(given, Policy | str):  # the policy may come second
+        given, named = None, given
+    if named is None:
+        raise ArgumentError(
+            "no policy was given",
+            hint='prepare(model, optimizer, "bf16-mixed"), or prepare(model, "bf16-mixed") without an optimizer',
+        )
     check_type(model)
     device = device_of(model)
     later = given is None and (in_group() or device.type == "meta")  # to be sharded, or filled, first

@@ -104,17 +104,27 @@ def loss_of(model: nn.Module) -> Callable[[torch.Tensor], Any]:
     return lambda rows: F.cross_entropy(model(rows[:, :-1]).flatten(0, 1).float(), rows[:, 1:].flatten())
 
 
-def train(policy, optimizer="ours", shape=None, micro_batches=1, steps=3, **options):
-    """Trains; returns the loss, norm and scale of each step, and the whole weights. No shape: not sharded."""
+def begin(policy="bf16-mixed", optimizer="ours", shape=None, clip_norm=1.0, **options):
+    """A run, and the model to call. No shape: whole on each rank, or in one process."""
     model = net()
-    run = prepare(model, policy, clip_norm=1.0, **options)
-    if shape is not None:
+    run = prepare(model, policy, clip_norm=clip_norm, **options)
+    if shape is not None and dist.is_initialized():
         shard(model, *shape)
     wrapped = DistributedDataParallel(model) if dist.is_initialized() and shape is None else model
     run.attach(OPTIMIZERS[optimizer](model.parameters()))
+    return run, wrapped
+
+
+def rows_of(results):
+    """The loss, norm and scale of each step, and whether it was skipped."""
+    return [(float(r.loss), float(r.grad_norm), float(r.scale), bool(r.skipped)) for r in results]
+
+
+def train(policy, optimizer="ours", shape=None, micro_batches=1, steps=3, **options):
+    """Trains; returns the rows of steps, and the whole weights."""
+    run, wrapped = begin(policy, optimizer, shape, **options)
     results = [run.step(loss_of(wrapped), batches(step, micro_batches)) for step in range(steps)]
-    rows = [(float(r.loss), float(r.grad_norm), float(r.scale), bool(r.skipped)) for r in results]
-    return rows, whole(model) if shape is not None else run.weights()
+    return rows_of(results), whole(run.model) if shape is not None else run.weights()
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -4,7 +4,6 @@ from itertools import product
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.core.errors import HalfstepError, ScalingError
 from halfstep.torch import prepare
@@ -34,16 +33,13 @@ def test_split_masters_are_whole_shards_under_fsdp(ranks):
 
 def change_policy_between(policies):
     """Two steps under the first policy, one under each of the others; None changes nothing. Also a refusal."""
-    model = jobs.net()
-    run = prepare(model, policies[0], clip_norm=1.0)
-    wrapped = DistributedDataParallel(model) if torch.distributed.is_initialized() else model
-    run.attach(jobs.OPTIMIZERS["ours"](model.parameters()))
+    run, wrapped = jobs.begin(policies[0])
     results = [run.step(jobs.loss_of(wrapped), jobs.batches(step, 1)) for step in range(2)]
     for step, policy in enumerate(policies[1:], 2):
         if policy is not None:
             run.change_policy(policy)
         results.append(run.step(jobs.loss_of(wrapped), jobs.batches(step, 1)))
-    rows = [(float(r.loss), float(r.grad_norm), float(r.scale), bool(r.skipped)) for r in results]
+    rows = jobs.rows_of(results)
     try:
         run.change_policy("fp32")
     except HalfstepError as error:
@@ -71,10 +67,7 @@ def test_a_change_of_policy_leaves_what_ddp_sends(ranks):
 
 def sent_in_a_step(policy):
     """What a step of two micro-batches sends, from a list and from a generator."""
-    model = jobs.net()
-    run = prepare(model, policy, clip_norm=1.0)
-    wrapped = DistributedDataParallel(model)
-    run.attach(jobs.OPTIMIZERS["ours"](model.parameters()))
+    run, wrapped = jobs.begin(policy)
     run.step(jobs.loss_of(wrapped), jobs.batches(0, 1))
     run.step(jobs.loss_of(wrapped), jobs.batches(0, 1))  # DDP orders its buckets again in the second
     found = []
@@ -111,12 +104,7 @@ def test_replicas_that_would_part_are_refused(ranks):
 
 def with_nan_on_one_rank(shape, where):
     """One rank's loss, or a gradient alone, is not finite in the second step; the scale cannot fall."""
-    model = jobs.net()
-    run = prepare(model, "fp16-mixed,scale=dynamic:init=2:floor=2", clip_norm=1.0)
-    if shape is not None:
-        jobs.shard(model, *shape)
-    wrapped = DistributedDataParallel(model) if shape is None else model
-    run.attach(jobs.OPTIMIZERS["fused"](model.parameters()))
+    run, wrapped = jobs.begin("fp16-mixed,scale=dynamic:init=2:floor=2", "fused", shape)
     rows, bad = [], jobs.rank_and_ranks()[0] == 1
 
     def loss_fn(rows):
@@ -133,7 +121,7 @@ def with_nan_on_one_rank(shape, where):
         if step == 1:
             with pytest.raises(ScalingError) as caught:
                 run.check(result)
-    return rows, str(caught.value), jobs.whole(model)
+    return rows, str(caught.value), jobs.whole(run.model)
 
 
 @pytest.mark.parametrize(
@@ -150,12 +138,7 @@ def test_a_nan_on_one_rank_skips_the_step_on_all_and_names_the_rank(ranks, shape
 
 def blamed(shape):
     """What is named if an exponential overflows on rank 1, and if the sum of gradients is beyond fp32."""
-    model = jobs.net()
-    run = prepare(model, "bf16-mixed")
-    if shape is not None:
-        jobs.shard(model, *shape)
-    wrapped = DistributedDataParallel(model) if shape is None else model
-    run.attach(jobs.OPTIMIZERS["fused"](model.parameters()))
+    run, wrapped = jobs.begin("bf16-mixed", "fused", shape)
     rank = jobs.rank_and_ranks()[0]
 
     def overflows(rows):
@@ -164,7 +147,7 @@ def blamed(shape):
 
     def adds_up(rows):
         loss = jobs.loss_of(wrapped)(rows)
-        return loss + (model.norm.bias * 3e38).sum()  # its own value is 0
+        return loss + (run.model.norm.bias * 3e38).sum()  # its own value is 0
 
     return [run.blame(loss_fn, jobs.batches(0, 1)) for loss_fn in (overflows, adds_up)]
 

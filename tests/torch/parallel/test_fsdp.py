@@ -37,10 +37,7 @@ def test_four_ranks_train_as_one(ranks, shape):
 
 
 def sent_in_a_step():
-    model = jobs.net()
-    run = prepare(model, "bf16-mixed", clip_norm=1.0)
-    jobs.shard(model)
-    run.attach(jobs.OPTIMIZERS["ours"](model.parameters()))
+    run, model = jobs.begin(shape=())
     run.step(jobs.loss_of(model), jobs.batches(0, 1))
     with jobs.Wire() as wire:
         run.step(jobs.loss_of(model), jobs.batches(1, 2))
@@ -63,10 +60,7 @@ def test_only_fp32_gradients_are_reduced(ranks):
 
 def kept_after_forward():
     """Bytes of tensors as large as a block's matrices that a forward pass leaves behind for the backward pass."""
-    model = jobs.net()
-    run = prepare(model, "bf16-mixed")
-    jobs.shard(model)
-    run.attach(jobs.OPTIMIZERS["ours"](model.parameters()))
+    run, model = jobs.begin(shape=())
     saved = []
     with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         loss = jobs.loss_of(model)(*jobs.batches(0, 1))
@@ -85,16 +79,12 @@ def test_no_gathered_weight_outlives_its_layer(ranks):
 
 def with_unequal_rows():
     """The second rank has a third of the first one's tokens."""
-    model = jobs.net()
-    run = prepare(model, "bf16-mixed")
-    if dist.is_initialized():
-        jobs.shard(model)
-    run.attach(jobs.OPTIMIZERS["sgd"](model.parameters()))
+    run, model = jobs.begin(optimizer="sgd", shape=(), clip_norm=0.0)
     rows = torch.randint(0, jobs.WORDS, (8, 12), generator=torch.Generator().manual_seed(0))
     mine = rows.split([6, 2])[jobs.rank_and_ranks()[0]] if dist.is_initialized() else rows
     loss = jobs.loss_of(model)
     result = run.step(lambda rows: (loss(rows) * rows[:, 1:].numel(), rows[:, 1:].numel()), [mine])
-    return [(float(result.loss), float(result.grad_norm), 1.0, False)], jobs.whole(model)
+    return jobs.rows_of([result]), jobs.whole(model)
 
 
 def test_ranks_with_unequal_numbers_of_tokens_make_the_mean_of_all(ranks):
@@ -119,7 +109,7 @@ def in_other_ways(way):
             block.compile(backend="aot_eager")
     run.attach(jobs.OPTIMIZERS["ours"](p for p in model.parameters() if p.requires_grad))
     results = [run.step(jobs.loss_of(model), jobs.batches(step, 1)) for step in range(2)]
-    rows = [(float(r.loss), float(r.grad_norm), float(r.scale), bool(r.skipped)) for r in results]
+    rows = jobs.rows_of(results)
     if way == "ema":
         with run.averaged():
             return rows, jobs.whole(model)
@@ -134,11 +124,7 @@ def test_in_other_ways(ranks, way):
 
 def evaluated():
     """Logits while training and in the role `eval`, in one process or sharded; each twice, in turns."""
-    model = jobs.net()
-    run = prepare(model, "bf16-mixed,eval=fp32")
-    if dist.is_initialized():
-        jobs.shard(model)
-    run.attach(jobs.OPTIMIZERS["ours"](model.parameters()))
+    run, model = jobs.begin("bf16-mixed,eval=fp32", shape=())
     rows, found = torch.arange(40).view(4, 10), []
     for _ in range(2):
         with torch.no_grad():
@@ -158,10 +144,7 @@ def test_evaluation_gathers_in_its_own_format(ranks):
 
 def reached_in_hooks():
     """Functions of FSDP's hooks that the mode sees, which is on while a model's own code runs."""
-    model = jobs.net()
-    run = prepare(model, "bf16-mixed")
-    jobs.shard(model)
-    run.attach(jobs.OPTIMIZERS["ours"](model.parameters()))
+    run, model = jobs.begin(shape=())
     seen, call = [], PolicyMode.__torch_function__
     with pytest.MonkeyPatch.context() as patch:
         spy = lambda mode, function, *args: seen.append(function.__name__) or call(mode, function, *args)  # noqa: E731
@@ -178,10 +161,7 @@ def test_the_hooks_of_fsdp_are_not_intercepted(ranks):
 
 def casts_in_an_update(writes):
     """The shards that are cast one by one; the others were cast together, before the first micro-batch."""
-    model = jobs.net()
-    run = prepare(model, "bf16-mixed")
-    jobs.shard(model)
-    run.attach(jobs.OPTIMIZERS["ours"](model.parameters()))
+    run, model = jobs.begin(shape=())
     loss = jobs.loss_of(model)
 
     def writing(rows):

@@ -40,8 +40,7 @@ def from_meta(policy, way):
     wrapped = DistributedDataParallel(model) if way == "ddp" and dist.is_initialized() else model
     run.attach(AdamW(model.parameters(), lr=1e-2))
     results = [run.step(jobs.loss_of(wrapped), jobs.batches(step, 1)) for step in range(2)]
-    rows = [(float(r.loss), float(r.grad_norm), float(r.scale), bool(r.skipped)) for r in results]
-    return rows, jobs.whole(model) if way == "fsdp" else run.weights()
+    return jobs.rows_of(results), jobs.whole(model) if way == "fsdp" else run.weights()
 
 
 @pytest.mark.parametrize("way", [pytest.param("ddp", marks=pytest.mark.prove), "fsdp"])
@@ -133,8 +132,7 @@ def adapted_llama(way):
     loss = lambda rows: wrapped(input_ids=rows, labels=rows).loss  # noqa: E731
     with jobs.Wire() as wire:
         results = [run.step(loss, jobs.batches(step, 2)) for step in range(3)]
-    rows = [(float(r.loss), float(r.grad_norm), float(r.scale), bool(r.skipped)) for r in results]
-    return (rows, jobs.whole(model)), wire.sent
+    return (jobs.rows_of(results), jobs.whole(model)), wire.sent
 
 
 class Adapted(nn.Module):

@@ -3,21 +3,13 @@
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.core.observed import COUNT
-from halfstep.torch import prepare
 from tests.torch.parallel import jobs
 
 
 def train(policy, optimizer, shape, watched):
-    model = jobs.net()
-    run = prepare(model, policy, clip_norm=1.0)
-    if shape is not None:
-        jobs.shard(model, *shape)
-    wrapped = DistributedDataParallel(model) if dist.is_initialized() and shape is None else model
-    run.attach(jobs.OPTIMIZERS[optimizer](model.parameters()))
+    run, wrapped = jobs.begin(policy, optimizer, shape)
     monitor = run.monitor() if watched else None
     numbers = None
     for step in range(3):
@@ -26,7 +18,7 @@ def train(policy, optimizer, shape, watched):
         if watched:
             samples = monitor.sample(jobs.loss_of(wrapped), jobs.batches(step, 1)[0])
             numbers = monitor.layer_numbers().read(), unread.read(), [*samples["blocks.0.up"]]
-    return jobs.whole(model) if shape is not None else run.weights(), numbers
+    return jobs.whole(run.model) if shape is not None else run.weights(), numbers
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,10 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.core.errors import HalfstepError
 from halfstep.core.state_format import Stored, widen
 from halfstep.integrations import state as integrations_state
-from halfstep.torch import prepare
 from halfstep.torch.state import (
     Copies,
     _live,
@@ -30,15 +28,7 @@ from tests.torch.parallel import jobs
 META = {"policy": "bf16-mixed"}
 
 
-def begin(policy="bf16-mixed", optimizer="ours", shape=None):
-    """A run, and the model to call. No shape: whole on each rank, or in one process."""
-    model = jobs.net()
-    run = prepare(model, policy, clip_norm=1.0, ema=0.9)
-    if shape is not None:
-        jobs.shard(model, *shape)
-    called = DistributedDataParallel(model) if dist.is_initialized() and shape is None else model
-    run.attach(jobs.OPTIMIZERS[optimizer](model.parameters()))
-    return run, called
+begin = partial(jobs.begin, ema=0.9)
 
 
 def step(run, called, *numbers):

@@ -2,29 +2,21 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.core.errors import HalfstepError
-from halfstep.torch import prepare
 from tests.torch.parallel import jobs
 
 
 def train(shape, shadowed):
-    model = jobs.net()
     # Shards travel in the format that layers compute in, here bf16, and in fp32 for the comparison.
-    run = prepare(model, "bf16-mixed,emulate=true" if shape is None else "bf16-mixed", clip_norm=1.0)
-    if shape is not None:
-        jobs.shard(model, *shape)
-    wrapped = DistributedDataParallel(model) if dist.is_initialized() and shape is None else model
-    run.attach(jobs.OPTIMIZERS["ours"](model.parameters()))
+    run, wrapped = jobs.begin("bf16-mixed,emulate=true" if shape is None else "bf16-mixed", shape=shape)
     result, refused = None, ""
     for step in range(2):
         if shadowed:
             later = run.shadow(jobs.loss_of(wrapped), jobs.batches(step, 2))
             result = result or later
         run.step(jobs.loss_of(wrapped), jobs.batches(step, 2))
-    weights = jobs.whole(model) if shape is not None else run.weights()
+    weights = jobs.whole(run.model) if shape is not None else run.weights()
     if shadowed and shape is not None:
         run.backward(jobs.loss_of(wrapped)(jobs.batches(2, 2)[0]), last=False)
         try:

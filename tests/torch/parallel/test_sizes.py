@@ -1,35 +1,42 @@
 """What each rank holds and sends, counted, against the formulas that docs and summaries use."""
 
+import math
+
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.torch import prepare
 from halfstep.torch.numerics.shards import local
-from halfstep.torch.parallel.sizes import held, ring_share
+from halfstep.torch.parallel.sizes import ring_share
 from tests.torch.parallel import jobs
 
 SPLIT = "bf16-mixed,param=fp32:split"
 SHAPES = {"ddp": None, "fsdp": (), "hybrid": (2, 2)}
 
 
+def held(shapes, rank, shards, *, split=False):
+    """Bytes of weights, remainders, gradients and AdamW's moments of a rank; FSDP2 deals rows."""
+    numbers = 0
+    for shape in shapes:
+        part = -(-shape[0] // shards)
+        numbers += max(0, min(part, shape[0] - rank * part)) * math.prod(shape[1:])
+    half = 2 * numbers if split and shards == 1 else 0  # shards of split masters are whole
+    return [4 * numbers - half, half, 4 * numbers, 8 * numbers]
+
+
 def counted(policy, way):
     """What a rank of a job holds and sends in a step of two micro-batches; what formulas and summary say."""
-    model, (rank, ranks) = jobs.net(), jobs.rank_and_ranks()
-    shapes = [tuple(p.shape) for p in model.parameters()]
-    matrices = [tuple(p.shape) for p in model.parameters() if p.ndim == 2]
-    run = prepare(model, policy)
+    rank, ranks = jobs.rank_and_ranks()
+    shapes = [tuple(p.shape) for p in jobs.net().parameters()]
+    matrices = [shape for shape in shapes if len(shape) == 2]
     shape = SHAPES[way] if ranks > 1 else None
-    if shape is not None:
-        jobs.shard(model, *shape)
-    wrapped = DistributedDataParallel(model) if ranks > 1 and shape is None else model
-    run.attach(jobs.OPTIMIZERS["ours"](model.parameters()))
+    run, wrapped = jobs.begin(policy, shape=shape, clip_norm=0.0)
     for step in range(2):
         run.step(jobs.loss_of(wrapped), jobs.batches(step, 2))
     with jobs.Wire() as wire:
         run.step(jobs.loss_of(wrapped), jobs.batches(3, 2))
     run.backward(jobs.loss_of(wrapped)(*jobs.batches(4, 1)))
-    parameters, sums = [*model.parameters()], run.accumulation.sums
+    parameters, sums = [*run.model.parameters()], run.accumulation.sums
     states = [s for p in parameters for k, s in run.optimizers[0].state[p].items() if k != "step"]
     found = [[local(p) for p in parameters], [*run.masters.remainders.values()]]
     found += [[local(sums.get(id(p), p.grad)) for p in parameters], [*map(local, states)]]
