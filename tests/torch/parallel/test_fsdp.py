@@ -1,9 +1,8 @@
-"""FSDP2: the same training as in one process, with fp32 gradients on the wire and nothing gathered left behind."""
+"""FSDP2: fp32 gradients on the wire, nothing gathered left behind, and casts once for an update."""
 
 import os
 from functools import partial
 from importlib.util import find_spec
-from itertools import product
 from unittest import mock
 
 import pytest
@@ -19,21 +18,6 @@ from halfstep.torch.numerics.shards import ShardCast
 from tests.processes import run_ranks
 from tests.torch.parallel import jobs
 from tests.torch.parallel.bounds import assert_same
-
-# Every optimizer in fp16, whose steps may be skipped, and ours under every policy.
-TABLE = [*product(("fp16-mixed",), jobs.OPTIMIZERS), ("fp32", "ours"), ("bf16-mixed", "ours")]
-
-
-@pytest.mark.parametrize(("policy", "optimizer"), jobs.few(TABLE, ("bf16-mixed", "ours"), ("fp16-mixed", "fused")))
-def test_two_ranks_train_as_one(ranks, policy, optimizer):
-    assert_same(policy, jobs.train(policy, optimizer), ranks(jobs.train, 2, policy, optimizer, ()))
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["full", "hybrid"])
-def test_four_ranks_train_as_one(ranks, shape):
-    alone = jobs.train("bf16-mixed", micro_batches=2)
-    assert_same("bf16-mixed", alone, ranks(jobs.train, 4, "bf16-mixed", "ours", shape, 2))
 
 
 def sent_in_a_step():

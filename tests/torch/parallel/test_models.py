@@ -157,13 +157,3 @@ def test_a_llama_trains_as_in_one_process_with_fp32_gradients_on_the_wire(ranks,
     for _, sent in found:
         reduced = {dtype for name, dtype, _ in sent if name in ("allreduce", "reduce_scatter_base")}
         assert reduced == {torch.float32}
-
-
-FP8 = "fp8-mixed,emulate=true; **: compute=e4m3,grad=e5m2"
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("shape", [None, ()], ids=["ddp", "fsdp"])
-@pytest.mark.parametrize("policy", ["bf16-mixed,emulate=true", FP8])
-def test_emulated_formats_train_as_in_one_process(ranks, policy, shape):
-    assert_same(policy, jobs.train(policy), ranks(jobs.train, 2, policy, "ours", shape))

@@ -6,7 +6,6 @@ import torch
 from halfstep.torch import Muon
 from halfstep.torch.optim.owners import owners
 from tests.torch.parallel import jobs
-from tests.torch.parallel.bounds import assert_same
 
 SHAPES = [(33, 16), (16, 33), (16, 16), (33, 16), (5, 7), (1, 3)]  # uneven shards, and ranks with no row
 
@@ -49,25 +48,3 @@ def test_ranks_make_the_updates_of_one_process_bit_for_bit(ranks, shape, number,
     alone = three_updates(None, iteration, (1,))
     for found in ranks(three_updates, number, shape, iteration, (1,)):
         assert all(map(torch.equal, found, alone))
-
-
-@pytest.mark.parametrize("shape", [pytest.param(None, marks=pytest.mark.prove), ()], ids=["ddp", "fsdp"])
-def test_two_ranks_train_as_one(ranks, shape):
-    assert_same("bf16-mixed", jobs.train("bf16-mixed", "muon"), ranks(jobs.train, 2, "bf16-mixed", "muon", shape))
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize(
-    ("shape", "policy"),
-    [
-        (None, "bf16-mixed,param=fp32:split"),
-        (None, "bf16-mixed,emulate=true"),
-        ((), "fp16-mixed"),
-        ((), "bf16-mixed,param=fp32:split"),
-        ((2, 2), "fp16-mixed"),
-        ((2, 2), "bf16-mixed,emulate=true"),
-    ],
-)
-def test_four_ranks_train_as_one(ranks, policy, shape):
-    alone = jobs.train(policy, "muon", micro_batches=2)
-    assert_same(policy, alone, ranks(jobs.train, 4, policy, "muon", shape, 2))
