@@ -133,7 +133,7 @@ class Accelerator(accelerate.Accelerator):
                     "DDP averages the gradients of whole fp32 masters, and the policy leaves it none",
                     hint="hold masters whole, with `param=fp32`, and sum in fp32, with `accumulate=fp32`",
                 )
-            update_record(model, prepared=_Held(run))
+            update_record(model, prepared=run)
         self.take_up(run.model)
         return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
 
@@ -177,7 +177,7 @@ class Accelerator(accelerate.Accelerator):
                 self._runs.remove(run)
                 model = run.unprepare()
                 run = prepare(model, self.policy, **self._options)
-                update_record(model, prepared=_Held(run))
+                update_record(model, prepared=run)
                 self._runs.append(run)
             run.attach(optimizers)
         for each in wrapped:
@@ -407,16 +407,6 @@ class PolicyOptimizer(AcceleratedOptimizer):
         return self._accelerator.skipped()
 
 
-class _Held:
-    """A model's reference to its run, which a pickle of the model leaves out: it has no optimizers either."""
-
-    def __init__(self, run: Run | None = None):
-        self.run = run
-
-    def __reduce__(self) -> tuple[type["_Held"], tuple[()]]:
-        return _Held, ()
-
-
 def _waits_for_flags(run: Run) -> bool:
     """Whether the flag of a skipped update is read at once, which waits for the device.
 
@@ -429,6 +419,5 @@ def _waits_for_flags(run: Run) -> bool:
 
 def run_of(model: nn.Module) -> Run | None:
     """Returns the run of a model that an Accelerator of ours has prepared, if it still is."""
-    held = record_of(model).prepared
-    run = held.run if isinstance(held, _Held) else None
-    return run if run is not None and run.model is model else None  # a copy of the model shares its record
+    run = record_of(model).prepared
+    return run if isinstance(run, Run) and run.model is model else None  # a copy of the model shares its record
