@@ -93,7 +93,13 @@ def compare(
             hint="name two policies, two run folders or two logs",
         )
     if there[0]:
-        _check_unused(recipe, seeds, steps, overrides + set_a + set_b, (ranks_a, ranks_b))
+        given = {"--recipe": recipe != "tiny", "--seeds": seeds != 4, "--steps": steps is not None}
+        given |= {"--set": bool(overrides + set_a + set_b), "--ranks": (ranks_a, ranks_b) != (1, 1)}
+        if unused := [name for name, is_given in given.items() if is_given]:
+            raise OptionError(
+                f"{unused[0]} is about training, and A and B name what is already trained",
+                hint="leave it out, or name policies",
+            )
         result = judge((a, b), *runs_of((a, b), column), delta=delta)
     else:
         if column is not None:
@@ -118,19 +124,6 @@ def compare(
         print_error("the losses cannot be compared", "; ".join(result.notes))
         return NO_VERDICT
     return CODES[result.verdict.kind]
-
-
-def _check_unused(
-    recipe: str, seeds: int, steps: int | None, settings: tuple[str, ...], ranks: tuple[int, int]
-) -> None:
-    """Refuses what is about training where nothing is trained."""
-    given = {"--recipe": recipe != "tiny", "--seeds": seeds != 4, "--steps": steps is not None}
-    given |= {"--set": bool(settings), "--ranks": ranks != (1, 1)}
-    if named := [name for name, is_given in given.items() if is_given]:
-        raise OptionError(
-            f"{named[0]} is about training, and A and B name what is already trained",
-            hint="leave it out, or name policies",
-        )
 
 
 def _train_sides(

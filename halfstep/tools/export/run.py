@@ -132,10 +132,11 @@ def run(
     with partial(place, sum(x.nbytes for x in weights.values()) * fmt.bits // 32) as folder:
         before = evaluate(session, corpus, config, averaged=False)
         session.load_weights({f"model.{name}": Stored("F32", x.shape, x.tobytes()) for name, x in weights.items()})
-        ours = [session.logits(window) for window in windows]
+        ours = np.array([session.logits(window) for window in windows], np.float64)
         target.write(job, folder)
         loaded = target.load(job, folder)
-        error = _distance([loaded.logits(window) for window in windows], ours)
+        theirs = np.array([loaded.logits(window) for window in windows], np.float64)
+        error = float(np.linalg.norm(theirs - ours) / (np.linalg.norm(ours) or 1.0))
         after = evaluate(loaded, corpus, config, averaged=False)
         logits = (None, None) if target.rounds_to else (error, logits_bound(config.model, to))
         name = target.rounds_to or str(fmt)
@@ -177,11 +178,6 @@ def _windows(corpus: Corpus, model: ModelConfig) -> list[list[int]]:
     most = max(0, len(corpus.validation) - model.context)
     starts = sorted({most * part // max(1, NUM_WINDOWS - 1) for part in range(NUM_WINDOWS)})
     return [[int(token) for token in corpus.validation[start : start + model.context]] for start in starts]
-
-
-def _distance(found: list[Floats], expected: list[Floats]) -> float:
-    there, here = (np.stack(each).astype(np.float64) for each in (found, expected))
-    return float(np.linalg.norm(there - here) / (np.linalg.norm(here) or 1.0))
 
 
 def _text(tokenizer: Tokenizer, corpus: Corpus) -> str:
