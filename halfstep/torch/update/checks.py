@@ -1,4 +1,4 @@
-"""Checks of the arguments of `prepare`; the model, optimizers and policy are checked where they are used."""
+"""The device that a run begins on, what `auto` means there, and whether optimizers fit a policy."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,15 +9,11 @@ from torch import Tensor, nn
 from halfstep.config.model import model_like, owner
 from halfstep.core.arrays.measure import decide_once
 from halfstep.core.choice import Choice
-from halfstep.core.errors import AutoPolicyError, PolicyConflictError, PolicyFitError, warn_caller
+from halfstep.core.errors import AutoPolicyError, PolicyConflictError
 from halfstep.core.formats import FP32
-from halfstep.core.policy import Policy
-from halfstep.core.refusal import slow_formats
 from halfstep.core.roles import Param
 from halfstep.torch import measure
-from halfstep.torch.convert.apply import Applied
-from halfstep.torch.convert.resolve import ModelPolicy, check_supported, resolve
-from halfstep.torch.numerics.dtypes import describe
+from halfstep.torch.convert.resolve import ModelPolicy
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import check_optimizers
 from halfstep.torch.parallel.ranks import num_ranks
@@ -60,29 +56,3 @@ def check_given(given: Any, model: nn.Module, resolved: ModelPolicy) -> list[tor
                     hint=f"set it in the policy, `bf16-mixed,moments={fmt}`, or omit it from the optimizer",
                 )
     return optimizers
-
-
-def check_move(
-    model: nn.Module,
-    policy: Policy,
-    choice: Choice | None,
-    conversion: Applied,
-    before: torch.device,
-    device: torch.device,
-) -> None:
-    """Refuses a model that was prepared for one device and moved to another if its policy depends on that."""
-    wanted = [p for each in (policy, policy.evaluation()) for p in resolve(model, each).wanted]
-    check_supported(wanted, device)
-    measured = choice is not None or conversion.measured is not None
-    what = ""
-    if measured or any(precision.narrow and not precision.emulate for precision in wanted):
-        what = "its precision was measured there" if measured else "whether fp8 runs depends on the device"
-    elif conversion.amaxes is not None:
-        what = "the amaxes of its delayed operands do not follow"
-    if what:
-        raise PolicyFitError(
-            f"the model was prepared on {before} and is on {device} now, and {what}",
-            hint="move it to its device before prepare()",
-        )
-    for message in slow_formats(policy, describe(device)):
-        warn_caller(message)

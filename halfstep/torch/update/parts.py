@@ -9,13 +9,22 @@ from torch import Tensor, nn
 
 from halfstep.core.audit.coverage import Coverage
 from halfstep.core.choice import Choice
-from halfstep.core.errors import ModelChangedError, ParallelError, StateError, UnsupportedModelError
+from halfstep.core.errors import (
+    ModelChangedError,
+    ParallelError,
+    PolicyFitError,
+    StateError,
+    UnsupportedModelError,
+    warn_caller,
+)
 from halfstep.core.formats import FP32
 from halfstep.core.policy import Policy
+from halfstep.core.refusal import slow_formats
 from halfstep.core.scaling import ScaleState
 from halfstep.torch.convert.apply import Applied, allow_layers_in_graph, split_now
 from halfstep.torch.convert.known_packages import SHARD_ORDER
-from halfstep.torch.numerics.dtypes import dtype_of
+from halfstep.torch.convert.resolve import check_supported, resolve
+from halfstep.torch.numerics.dtypes import describe, dtype_of
 from halfstep.torch.numerics.shards import is_shard
 from halfstep.torch.numerics.split.operand import values_of
 from halfstep.torch.optim.adamw import Grads, Optimizer
@@ -27,7 +36,7 @@ from halfstep.torch.parallel.sizes import Sent, gradient_traffic, shard_traffic
 from halfstep.torch.parallel.wire import averaging_hook
 from halfstep.torch.update.accumulation import Accumulation, check_device
 from halfstep.torch.update.buffers import Buffers, Contents
-from halfstep.torch.update.checks import check_move, device_of
+from halfstep.torch.update.checks import device_of
 from halfstep.torch.update.gradients import UserGradients
 from halfstep.torch.update.readback import ScaleWatch
 from halfstep.torch.update.switches import Switches
@@ -199,7 +208,7 @@ class RunParts:
     def move_to(self, device: torch.device) -> None:
         """Follows a model that was moved before its run made a step, if its policy means the same there."""
         if device != self.device:
-            check_move(self.model, self.policy, self.choice, self.conversion, self.device, device)
+            check_move(self, device)
             self.switches.restore()
             self._reset_on(device)
 
@@ -308,6 +317,26 @@ class RunParts:
                 compute = self.policy.compute.format
                 driver.optimizer.bind(self.masters, self.conversion.moments, compute, emulate=self.policy.emulate)
             driver.cast_moments()
+
+
+def check_move(run: RunParts, device: torch.device) -> None:
+    """Refuses a model that was prepared for one device and moved to another if its policy depends on that."""
+    policy, conversion = run.policy, run.conversion
+    wanted = [p for each in (policy, policy.evaluation()) for p in resolve(run.model, each).wanted]
+    check_supported(wanted, device)
+    measured = run.choice is not None or conversion.measured is not None
+    what = ""
+    if measured or any(precision.narrow and not precision.emulate for precision in wanted):
+        what = "its precision was measured there" if measured else "whether fp8 runs depends on the device"
+    elif conversion.amaxes is not None:
+        what = "the amaxes of its delayed operands do not follow"
+    if what:
+        raise PolicyFitError(
+            f"the model was prepared on {run.device} and is on {device} now, and {what}",
+            hint="move it to its device before prepare()",
+        )
+    for message in slow_formats(policy, describe(device)):
+        warn_caller(message)
 
 
 def _refuse_load(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:

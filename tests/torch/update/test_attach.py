@@ -12,7 +12,7 @@ from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.policy import Policy
 from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.run import prepare
-from halfstep.torch.update.checks import check_move
+from halfstep.torch.update.parts import check_move
 from tests.refusals import refuses
 from tests.torch.update.test_prepare import ALL, Net, batch, loss_of, same, trained
 
@@ -159,7 +159,12 @@ def test_what_prepare_refuses_attach_refuses_and_both_once():
 
 def test_a_move_in_between_is_refused_where_the_policy_depends_on_the_device():
     """What follows a model to a GPU is in tests/torch/test_gpu.py."""
-    model, devices = Net(), (torch.device("cpu"), torch.device("cpu", 1))
+    model, other = Net(), torch.device("cpu", 1)
+
+    def move(policy, choice, conversion):
+        parts = {"choice": choice, "conversion": conversion, "device": torch.device("cpu")}
+        check_move(SimpleNamespace(model=model, policy=Policy.parse(policy), **parts), other)
+
     plain = SimpleNamespace(measured=None, amaxes=None)
     for text, choice, conversion, said in (
         ("bf16-mixed", object(), plain, "measured there"),
@@ -167,7 +172,7 @@ def test_a_move_in_between_is_refused_where_the_policy_depends_on_the_device():
         ("fp8-mixed,emulate=true", None, SimpleNamespace(measured=None, amaxes=object()), "amaxes"),
     ):
         with refuses(PolicyError, said, "before prepare()"):
-            check_move(model, Policy.parse(text), choice, conversion, *devices)
+            move(text, choice, conversion)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a CPU without native bf16
-        check_move(model, Policy.parse("bf16-mixed"), None, plain, *devices)
+        move("bf16-mixed", None, plain)
