@@ -1,5 +1,5 @@
 from .instruments.audit import audit as audit
-from .instruments.observe.monitor import Monitor as Monitor
+from .instruments.monitor import Monitor as Monitor
 from .layers import attention as attention
 from .layers import cross_entropy as cross_entropy
 from .layers import dot_general as dot_general

@@ -32,13 +32,13 @@ from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_numbers
 from halfstep.core.scaling import DynamicScale, ScaleAlarm, ScaleState, stuck_error
 from halfstep.jax.convert.apply import Applied, Leaves, apply, modules_of
+from halfstep.jax.convert.checks import call_checked
 from halfstep.jax.convert.fp8_choice import ProductFinder, first_choice, measure_products
-from halfstep.jax.convert.functions.checks import call_checked
-from halfstep.jax.convert.functions.interpret import Interpreter, cast_inside
+from halfstep.jax.convert.interpret import Interpreter, cast_inside
 from halfstep.jax.fp8 import empty_history, scaling_amaxes
 from halfstep.jax.instruments.coverage import Recorder
-from halfstep.jax.instruments.observe.gradient import describer, merge_rows, watched_gradient
-from halfstep.jax.instruments.observe.monitor import SAMPLE, Monitor, first_rows, update_sums
+from halfstep.jax.instruments.gradient import merge_rows, watched_gradient
+from halfstep.jax.instruments.monitor import SAMPLE, Monitor, first_rows, update_sums
 from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.measure import Product, time_product_once
 from halfstep.jax.optim.masters import hold, narrow_moments, widen_masters
@@ -56,6 +56,8 @@ from halfstep.jax.update.checks import (
 from halfstep.jax.update.step import Gradient, LossFn, accumulate, apply_sums, scalar_loss
 from halfstep.jax.update.step import StepResult as StepResult
 from halfstep.jax.update.step import Weighted as Weighted
+
+_SCALE_DTYPES = (jnp.float32, jnp.int32, jnp.int32, jnp.bool_)
 
 
 def init(
@@ -91,9 +93,8 @@ def init(
     policy, choice, note = resolve_policy(policy, lambda: measured_choice(params, tokens))
     if mesh is not None:
         check_mesh(mesh)
-    origin = Origin(choice, (), note)
-    given: dict[str, Any] = {"origin": origin, "mesh": mesh, "begun": begun, "ema": ema}
-    return first_state(params, optimizer, policy, seed=seed, names=names, **given)
+    given: dict[str, Any] = {"mesh": mesh, "begun": begun, "ema": ema}
+    return first_state(params, optimizer, policy, seed=seed, names=names, origin=Origin(choice, (), note), **given)
 
 
 def first_state(
@@ -120,8 +121,7 @@ def first_state(
     def make(trained: dict[str, Array]) -> tuple[dict[str, Array], dict[str, Array], Any]:
         wide = widen_masters(trained, {})
         moments = optimizer.init(leaves.bare(wide)) if begun is None else begun.opt_state
-        opt_state = narrow_moments(leaves, moments, applied)
-        return *hold(wide, applied), opt_state
+        return *hold(wide, applied), narrow_moments(leaves, moments, applied)
 
     held, remainders, opt_state = make(leaves.trained)
     sizes = {name: 4 if name in remainders else leaf.dtype.itemsize for name, leaf in held.items()}
@@ -129,12 +129,12 @@ def first_state(
     state = State(
         params=leaves.rebuilt(held),
         opt_state=opt_state,
-        scale=_scalars(policy.scale.init()),
+        scale=ScaleState(*map(jnp.asarray, policy.scale.init(), _SCALE_DTYPES)),
         num_applied=jnp.asarray(0 if begun is None else begun.steps, jnp.int32),
         policy=policy,
         seed=seed,
         names=tuple(names),
-        origin=replace(origin or Origin(None, (), ""), widened=narrower),
+        origin=replace(origin or Origin(), widened=narrower),
         ema=widen_masters(held, remainders) if ema else {},
         decay=ema,
         remainders=remainders,
@@ -185,6 +185,7 @@ def make_step(
     check_numbers(clip_norm=clip_norm)
     check_micro_batches(micro_batches)
     call = partial(cast_inside, loss_fn, cast_batch=cast_batch) if cast else partial(call_checked, loss_fn)
+    gradient = partial(_gradient, call, monitor)
     stepper = optax.with_extra_args_support(optimizer)
     report = None if monitor is None else partial(update_sums, size=monitor.slice)
 
@@ -193,8 +194,8 @@ def make_step(
         with jax.default_matmul_precision("highest"):
             leaves, applied, masters = _inputs(state)
             check_optimizer(optimizer, leaves, state.opt_state)
-            gradient = _gradient(call, leaves, applied, state, monitor)
-            sums, first, (aux, numbers) = accumulate(gradient, masters, applied, batch, rng, micro_batches)
+            differentiate = gradient(state, leaves, applied)
+            sums, first, (aux, numbers) = accumulate(differentiate, masters, applied, batch, rng, micro_batches)
             if numbers is not None and micro_batches is not None:
                 numbers = merge_rows(numbers)
             if mesh is not None:
@@ -211,8 +212,13 @@ def make_step(
             numbers = merge_rows(numbers)
         return following, replace(result, aux=aux, layers=numbers)
 
-    replay = None if monitor is None else partial(replay_gradient, call, monitor)
-    return Step(compile_step(step, mesh), mesh, micro_batches, monitor, replay, call if cast else None)
+    def replay(state: State, batch: Any, rng: Any) -> Any:
+        """Returns whole tensors of a batch, as each layer gets them: for each site and role of the monitor."""
+        with jax.default_matmul_precision("highest"):
+            leaves, applied, masters = _inputs(state)
+            return gradient(state, leaves, applied, whole=True)(masters, batch, rng)[2]
+
+    return Step(compile_step(step, mesh), replay, call if cast else None, mesh, micro_batches, monitor)
 
 
 def compile_step(step: Callable[..., Any], mesh: Mesh | None = None) -> Any:
@@ -230,15 +236,15 @@ class Step:
     def __init__(
         self,
         step: Any,
-        mesh: Mesh | None = None,
-        micro_batches: int | None = None,
-        monitor: Monitor | None = None,
-        replay: Callable[..., list[Array]] | None = None,
-        call: Callable[..., Any] | None = None,
+        replay: Callable[..., Any],
+        call: Callable[..., Any] | None,
+        mesh: Mesh | None,
+        micro_batches: int | None,
+        monitor: Monitor | None,
     ):
-        self._step, self._warned, self._call = step, False, call
-        self._mesh, self._micro_batches = mesh, micro_batches
-        self._monitor, self._replay = monitor, replay and jax.jit(replay, compiler_options=COMPILER_OPTIONS)
+        self._step, self._replay = step, jax.jit(replay, compiler_options=COMPILER_OPTIONS)
+        self._call, self._mesh, self._micro_batches, self._monitor = call, mesh, micro_batches, monitor
+        self._warned = False
         self._unread: deque[tuple[Array, Array]] = deque(maxlen=64)  # scale, and whether the update was skipped
 
     def __call__(self, state: State, batch: Any, rng: Any = None) -> tuple[State, StepResult]:
@@ -265,7 +271,7 @@ class Step:
         A halfstep.core.observed.Sample has exponents, signal to noise, headroom, kurtosis, and what other formats
         would lose; roles are activation, gradient and weight. It waits for the device, and keeps the state.
         """
-        if self._monitor is None or self._replay is None:
+        if self._monitor is None:
             raise RunStateError(
                 "the step has no monitor", hint="make_step(loss_fn, optimizer, monitor=halfstep.jax.Monitor())"
             )
@@ -351,8 +357,13 @@ def check(result: StepResult, cause: str = "") -> None:
         raise stuck_error(float(result.scale), cause)
 
 
-def _gradient(call: LossFn, leaves: Leaves, applied: Applied, state: State, monitor: Monitor | None) -> Gradient:
-    """Returns a function that differentiates the scaled loss of one micro-batch."""
+def _gradient(
+    call: LossFn, monitor: Monitor | None, state: State, leaves: Leaves, applied: Applied, *, whole: bool = False
+) -> Gradient:
+    """Returns a function that differentiates the scaled loss of one micro-batch.
+
+    With a monitor, the numbers of its layers come out beside the gradients; or the tensors themselves, if `whole`.
+    """
 
     def objective(masters: dict[str, Array], part: Any, key: Any) -> tuple[Array, Any]:
         loss, weight, aux = scalar_loss(call, leaves, applied, masters, part, key)
@@ -361,12 +372,11 @@ def _gradient(call: LossFn, leaves: Leaves, applied: Applied, state: State, moni
     def gradient(masters: dict[str, Array], part: Any, key: Any) -> tuple[Any, Any, Any]:
         if monitor is None:
             return *jax.grad(objective, has_aux=True)(masters, part, key), None
-        describe = describer(applied, [*state.names, *modules_of(leaves.names)])
-        grads, others, watched, reported = watched_gradient(
-            objective, masters, (part, key), describe, monitor.slice
+        modules, size = [*state.names, *modules_of(leaves.names)], SAMPLE if whole else monitor.slice
+        grads, others, monitor.watched, reported = watched_gradient(
+            objective, masters, (part, key), applied, modules, size, whole=whole
         )
-        monitor.watched, monitor.parameters = watched, tuple(leaves.trained)
-        return grads, others, watched.numbers(reported)
+        return grads, others, reported if whole else monitor.watched.numbers(reported)
 
     return gradient
 
@@ -375,25 +385,8 @@ def _inputs(state: State) -> tuple[Leaves, Applied, dict[str, Array]]:
     """Returns the parameters, what the policy means for them, and what the loss function is called on."""
     check_measured(state)
     leaves, applied = Leaves(state.params), state.applied()
-    return (
-        leaves,
-        applied,
-        widen_masters(leaves.trained, state.remainders, applied.halves) | scaling_amaxes(state.amaxes),
-    )
-
-
-def replay_gradient(call: LossFn, monitor: Monitor, state: State, batch: Any, rng: Any) -> list[Array]:
-    """Returns whole tensors of a batch, as each layer gets them: for each site of the monitor, and each role."""
-    with jax.default_matmul_precision("highest"):
-        leaves, applied, masters = _inputs(state)
-
-        def objective(masters: dict[str, Array], part: Any, key: Any) -> tuple[Array, None]:
-            return scalar_loss(call, leaves, applied, masters, part, key)[0] * state.scale.scale, None
-
-        describe = describer(applied, [*state.names, *modules_of(leaves.names)])
-        *_, watched, reported = watched_gradient(objective, masters, (batch, rng), describe, SAMPLE, whole=True)
-        monitor.watched, monitor.parameters = watched, tuple(leaves.trained)
-        return reported
+    masters = widen_masters(leaves.trained, state.remainders, applied.halves)
+    return leaves, applied, masters | scaling_amaxes(state.amaxes)
 
 
 def _place_copies(state: State, leaves: Leaves, held: Mapping[str, Array], mesh: Mesh | None) -> State:
@@ -415,18 +408,16 @@ def _place_copies(state: State, leaves: Leaves, held: Mapping[str, Array], mesh:
     flat, treedef = jax.tree.flatten(state.opt_state)
     owners = zip(flat, leaves.moments_of(state.opt_state), strict=True)
     moments = [copied(x, whole if name is None else held[name].sharding) for x, name in owners]
+    by_name = {
+        field: {name: copied(x, held[name].sharding) for name, x in getattr(state, field).items()}
+        for field in ("ema", "remainders")
+    }
     return replace(
         state,
         params=jax.tree.map(copied, state.params),
         opt_state=jax.tree.unflatten(treedef, moments),
         scale=ScaleState(*(copied(x, whole) for x in state.scale)),
         num_applied=copied(state.num_applied, whole),
-        ema={name: copied(x, held[name].sharding) for name, x in state.ema.items()},
-        remainders={name: copied(x, held[name].sharding) for name, x in state.remainders.items()},
         amaxes={name: copied(x, whole) for name, x in state.amaxes.items()},
+        **by_name,
     )
-
-
-def _scalars(state: ScaleState) -> ScaleState:
-    dtypes = (jnp.float32, jnp.int32, jnp.int32, jnp.bool_)
-    return ScaleState(*(jnp.asarray(value, dtype) for value, dtype in zip(state, dtypes, strict=True)))

@@ -35,8 +35,8 @@ from halfstep.core.state_format import Snapshot, Stored, widen
 from halfstep.jax.convert.apply import Applied, apply, find_halves, modules_of
 from halfstep.jax.convert.fp8_choice import Products, first_choice, measure_products
 from halfstep.jax.fp8 import scaling_amaxes
+from halfstep.jax.instruments.monitor import Monitor, Unread
 from halfstep.jax.instruments.nonfinite import find_cause
-from halfstep.jax.instruments.observe.monitor import Monitor, Unread
 from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.measure import Product, devices
 from halfstep.jax.model import Decoder

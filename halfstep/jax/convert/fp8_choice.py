@@ -19,8 +19,8 @@ from halfstep.core.errors import AutoPolicyError
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision
 from halfstep.jax.convert.apply import Applied
-from halfstep.jax.convert.functions.interpret import Interpreter
-from halfstep.jax.convert.functions.values import Owner
+from halfstep.jax.convert.interpret import Interpreter
+from halfstep.jax.convert.values import Owner
 from halfstep.jax.measure import Product, time_product_once
 from halfstep.jax.numerics.lowering import Casts
 from halfstep.jax.numerics.memory import is_out_of_memory

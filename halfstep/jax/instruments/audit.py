@@ -17,8 +17,8 @@ from halfstep.core.audit.finding import Finding
 from halfstep.core.audit.record import Record
 from halfstep.core.policy import Policy, as_policy
 from halfstep.jax.convert.apply import Leaves, apply
-from halfstep.jax.convert.functions.checks import call_checked
-from halfstep.jax.convert.functions.interpret import cast_inside
+from halfstep.jax.convert.checks import call_checked
+from halfstep.jax.convert.interpret import cast_inside
 from halfstep.jax.instruments.collect.record import STEPS, Prepared, record_objective, record_of
 from halfstep.jax.instruments.collect.updates import Parameters
 

@@ -1,6 +1,6 @@
 """How each operation of a loss function runs: the list of `step.coverage(state, batch)`.
 
-The function is interpreted once more (functions/interpret.py), on shapes alone: nothing is computed. The list has
+The function is interpreted once more (convert/interpret.py), on shapes alone: nothing is computed. The list has
 every product, island and look-up, by the module that owns its parameter, or else by its line. Of the operations
 that have no role it lists those that lose precision: sums of narrow numbers. What a loop repeats is counted once.
 """
@@ -14,10 +14,10 @@ from halfstep.config.model import owner as module_of
 from halfstep.core.audit.coverage import IN_COMPUTE, Coverage, Row
 from halfstep.core.roles import Operand, print_value
 from halfstep.jax.convert.apply import Applied
-from halfstep.jax.convert.functions.carrier import appears
-from halfstep.jax.convert.functions.interpret import Interpreter
-from halfstep.jax.convert.functions.islands import Island
-from halfstep.jax.convert.functions.values import Value
+from halfstep.jax.convert.carrier import appears
+from halfstep.jax.convert.interpret import Interpreter
+from halfstep.jax.convert.islands import Island
+from halfstep.jax.convert.values import Value
 from halfstep.jax.jaxpr import ISLANDS, is_float, line_of
 
 _SUMS = ("reduce_sum", "cumsum")

@@ -14,7 +14,7 @@ from halfstep.core.policy import Policy
 from halfstep.jax import init, load_state_dict, make_step, state_dict, summary
 from halfstep.jax.convert.apply import apply
 from halfstep.jax.convert.fp8_choice import ProductFinder, measure_products
-from halfstep.jax.convert.functions.interpret import cast_inside
+from halfstep.jax.convert.interpret import cast_inside
 from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.measure import Product, time_product
 from halfstep.jax.run import Step

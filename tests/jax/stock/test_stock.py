@@ -14,7 +14,7 @@ from flax.training.train_state import TrainState
 from halfstep.core.errors import HalfstepError, ParallelError, StateError, UnsupportedTransformError
 from halfstep.core.policy import Policy
 from halfstep.jax.convert.apply import Leaves, apply
-from halfstep.jax.convert.functions.interpret import cast_inside
+from halfstep.jax.convert.interpret import cast_inside
 from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.run import init, make_step
 from tests.jax.stock.models import BATCHES, MODELS

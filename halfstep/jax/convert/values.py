@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from halfstep.config.model import owner as module_of
 from halfstep.core.errors import PolicyReachError
-from halfstep.jax.convert.functions.checks import lost_by
+from halfstep.jax.convert.checks import lost_by
 from halfstep.jax.jaxpr import ARITHMETIC, COMPARISON, LAYOUT, equations_inside, is_conversion, is_float, line_of
 from halfstep.jax.numerics.lowering import Casts
 

@@ -14,9 +14,9 @@ from halfstep.core.observed import row_of as reference
 from halfstep.core.policy import as_policy
 from halfstep.core.roles import Operand
 from halfstep.jax.convert.apply import apply
-from halfstep.jax.instruments.observe.gradient import describer, row_of, watched_gradient
-from halfstep.jax.instruments.observe.layers import find_layers, flat
-from halfstep.jax.instruments.observe.monitor import Monitor, first_rows
+from halfstep.jax.instruments.gradient import row_of, watched_gradient
+from halfstep.jax.instruments.layers import find_layers
+from halfstep.jax.instruments.monitor import Monitor, first_rows
 from halfstep.jax.numerics.cast import quantize_scaled
 
 OPTIMIZER = optax.adamw(1e-3)
@@ -91,7 +91,7 @@ def test_a_row_is_the_reference_bit_for_bit(name):
 def names(loss, params, *rest):
     closed = jax.make_jaxpr(loss)(params, *rest)
     given = [*sorted(params), *[None] * len(jax.tree.leaves(rest))]
-    return [(site.name, site.kind, site.turns) for site in flat(find_layers(closed, given))]
+    return [(site.name, site.kind, site.turns) for site in jax.tree.leaves(find_layers(closed, given))]
 
 
 def test_a_loop_over_stacked_layers_has_one_per_turn_and_a_reused_weight_is_one():
@@ -104,8 +104,8 @@ def test_a_loop_over_stacked_layers_has_one_per_turn_and_a_reused_weight_is_one(
         ("blocks", "matmul", ((3, True),)),
         ("again", "matmul", ((3, False),)),
     ]
-    describe = describer(apply(params, as_policy("fp32")), ["again", "blocks"])
-    _, _, watched, rows = watched_gradient(loss, params, (jnp.ones((2, 4)),), describe, 4096)
+    applied = apply(params, as_policy("fp32"))
+    _, _, watched, rows = watched_gradient(loss, params, (jnp.ones((2, 4)),), applied, ["again", "blocks"], 4096)
     numbers = watched.numbers(rows)
     assert [layer.name for layer in watched.layers] == ["blocks[0]", "blocks[1]", "blocks[2]", "again"]
     assert numbers[:, 0, COUNT].tolist() == [8, 8, 8, 24]
@@ -118,10 +118,10 @@ def test_layers_that_are_computed_again_are_seen_once():
     def loss(params, x):
         return jnp.sum(jax.checkpoint(lambda x, w: jnp.tanh(x @ w))(x, params["up.w"]))
 
-    assert names(loss, {"up.w": jnp.ones((4, 4))}, jnp.ones((2, 4))) == [("up", "matmul", ())]
-    describe = describer(apply({"up.w": jnp.ones((4, 4))}, as_policy("fp32")), ["up"])
+    params, x = {"up.w": jnp.ones((4, 4))}, jnp.ones((2, 4))
+    assert names(loss, params, x) == [("up", "matmul", ())]
     _, _, watched, rows = watched_gradient(
-        lambda p, x: (loss(p, x), None), {"up.w": jnp.ones((4, 4))}, (jnp.ones((2, 4)),), describe, 4096
+        lambda p, x: (loss(p, x), None), params, (x,), apply(params, as_policy("fp32")), ["up"], 4096
     )
     assert watched.numbers(rows)[0, :, COUNT].tolist() == [8, 8]
 

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from halfstep.jax.convert.functions import checks
-from halfstep.jax.convert.functions.carrier import Carrier
-from halfstep.jax.convert.functions.values import Value, check_early_cast, common_owner, find_early_cast
+from halfstep.jax.convert import checks
+from halfstep.jax.convert.carrier import Carrier
+from halfstep.jax.convert.values import Value, check_early_cast, common_owner, find_early_cast
 from halfstep.jax.jaxpr import bind, function_of, is_float, multiplies, parts_of_scan, remat_again, scan_again
 
 

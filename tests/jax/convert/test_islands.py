@@ -11,7 +11,7 @@ from jax import lax
 from halfstep.core.errors import PolicyError
 from halfstep.core.policy import Policy
 from halfstep.jax.convert.apply import Leaves, apply
-from halfstep.jax.convert.functions.interpret import cast_inside
+from halfstep.jax.convert.interpret import cast_inside
 from halfstep.jax.layers import COMPILER_OPTIONS
 
 ROWS, WIDTH = 4, 32

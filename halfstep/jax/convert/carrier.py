@@ -18,8 +18,8 @@ from halfstep.core.errors import FormatError, UnsupportedRoleError
 from halfstep.core.formats import TF32
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision
-from halfstep.jax.convert.functions.islands import Island
-from halfstep.jax.convert.functions.values import Value
+from halfstep.jax.convert.islands import Island
+from halfstep.jax.convert.values import Value
 from halfstep.jax.jaxpr import is_floating
 from halfstep.jax.layers import batch_to_compute, round_result, to_compute
 from halfstep.jax.numerics.dtypes import DType, dtype_of, format_of

@@ -24,8 +24,8 @@ from typing import Any
 
 from jax import Array
 
-from halfstep.jax.convert.functions.patterns import Pick, pick_numbers
-from halfstep.jax.convert.functions.values import History, Value
+from halfstep.jax.convert.patterns import Pick, pick_numbers
+from halfstep.jax.convert.values import History, Value
 from halfstep.jax.jaxpr import LAYOUT, bind_wide, is_conversion, is_float, words
 
 _BEGINS = {"exp": "exp", "exp2": "exp", "rsqrt": "stat", "sqrt": "stat", "log": "loss"}

@@ -11,8 +11,8 @@ from jax import lax
 
 from halfstep.core.policy import Policy
 from halfstep.jax.convert.apply import Leaves, apply
-from halfstep.jax.convert.functions.interpret import cast_inside
-from halfstep.jax.convert.functions.patterns import find_recomputed
+from halfstep.jax.convert.interpret import cast_inside
+from halfstep.jax.convert.patterns import find_recomputed
 from halfstep.jax.jaxpr import EXACT
 
 pytestmark = pytest.mark.prove  # each compiles several programs

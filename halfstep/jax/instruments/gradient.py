@@ -22,12 +22,10 @@ from halfstep.core.precision import Precision, base_precision
 from halfstep.core.roles import is_narrow, print_value
 from halfstep.jax.convert.apply import Applied
 from halfstep.jax.fp8 import PREFIX
-from halfstep.jax.instruments.observe.layers import Site, Taps, find_layers, flat, run_with_taps, slots_for
+from halfstep.jax.instruments.layers import Site, find_layers, run_with_taps
 from halfstep.jax.numerics.cast import scale_for
 
 _INF = 0x7F800000
-PrecisionOf = Callable[[str, str | None], Precision]
-"""Returns the formats of a layer, by its name and its parameter."""
 
 
 @dataclass(frozen=True)
@@ -38,28 +36,30 @@ class Watched:
     weights: tuple[str | None, ...]  # the parameter of each layer; None of a slice of one, or of none
     sites: tuple[Site, ...]
     index: tuple[int, ...]  # the layers of the sites in order, one per turn of their loops
+    parameters: tuple[str, ...]
 
     @classmethod
-    def of(cls, sites: Sequence[Site], precision_of: PrecisionOf, held: Mapping[str, Format]) -> "Watched":
-        """Names the layers of a jaxpr."""
-        layers: dict[str, LayerInfo] = {}
+    def of(cls, sites: Sequence[Site], applied: Applied, modules: Sequence[str]) -> "Watched":
+        """Names the layers of a function that runs under a policy."""
+        by_module, base = applied.by_module(modules), base_precision(applied.policy)
+        layers, parameters = dict[str, LayerInfo](), tuple(applied.masters)
         weights: dict[str, str | None] = {}
         index = []
         for site in sites:
-            info = _layer_info(site, precision_of(site.name, site.weight), held)
-            for name in _layer_names(site):
-                layers.setdefault(name, LayerInfo(name, info.kind, info.formats))
+            weight = site.weight or ""
+            precision = by_module.get(site.name) or applied.precisions.get(weight, base)
+            held = applied.masters[weight].format if weight in applied.masters else precision.compute
+            formats = _formats_of(site, precision, held)
+            for name in layer_names(site):
+                layers.setdefault(name, LayerInfo(name, site.kind, formats))
                 weights.setdefault(name, site.weight if name == site.name else None)
                 index.append([*layers].index(name))
-        return cls(tuple(layers.values()), tuple(weights.values()), tuple(sites), tuple(index))
+        return cls(tuple(layers.values()), tuple(weights.values()), tuple(sites), tuple(index), parameters)
 
     def numbers(self, reported: Sequence[Array]) -> Array:
         """Returns (layers, roles, columns) of what the slots of all sites report."""
-        rows = [
-            _rows_by_layer(site, x)
-            for pair, site in enumerate(self.sites)
-            for x in reported[2 * pair : 2 * pair + 2]
-        ]
+        sites = [site for site in self.sites for _ in ROLES]
+        rows = [_rows_by_layer(site, x) for site, x in zip(sites, reported, strict=True)]
         roles = [jnp.concatenate(rows[role::2]) for role in range(len(ROLES))]
         each, index = jnp.stack(roles, axis=1), np.array(self.index)
         if len(self.index) == len(self.layers):
@@ -68,22 +68,12 @@ class Watched:
         return jnp.where(jnp.arange(len(COLUMNS)) == AMAX, largest, sums)
 
 
-def describer(applied: Applied, modules: Sequence[str]) -> Callable[[Sequence[Site]], Watched]:
-    """Returns what names the layers of a function that runs under a policy."""
-    by_module, base = applied.by_module(modules), base_precision(applied.policy)
-    held = {name: param.format for name, param in applied.masters.items()}
-
-    def precision_of(name: str, weight: str | None) -> Precision:
-        return by_module.get(name) or applied.precisions.get(weight or "", base)
-
-    return lambda sites: Watched.of(sites, precision_of, held)
-
-
 def watched_gradient(
     objective: Callable[..., Any],
     masters: Mapping[str, Array],
     rest: Sequence[Any],
-    describe: Callable[[Sequence[Site]], Watched],
+    applied: Applied,
+    modules: Sequence[str],
     size: int,
     *,
     whole: bool = False,
@@ -93,31 +83,31 @@ def watched_gradient(
     `objective(masters, *rest)` returns (loss, others), as for jax.grad with has_aux.
     """
     closed, shape = jax.make_jaxpr(objective, return_shape=True)(masters, *rest)
-    names = [
-        *(None if name.startswith(PREFIX) else name for name in sorted(masters)),
-        *[None] * len(jax.tree.leaves(rest)),
-    ]
-    layers = find_layers(closed, names)
-    watched = describe(flat(layers))
+    names = [None if name.startswith(PREFIX) else name for name in sorted(masters)]
+    plan = find_layers(closed, [*names, *[None] * len(jax.tree.leaves(rest))])
+    watched = Watched.of(jax.tree.leaves(plan), applied, modules)
     infos = {info.name: info for info in watched.layers}
 
     def what(site: Site, role: int) -> What:
-        return What(size, role == 1, infos[_layer_names(site)[0]].format(ROLES[role]), whole)
+        return What(size, role == 1, infos[layer_names(site)[0]].format(ROLES[role]), whole)
 
-    taps = Taps(
-        lambda site, x, slot: tap(x, slot, what(site, 0)), lambda site, x, slot: tap(x, slot, what(site, 1))
-    )
-    slots = slots_for(layers, lambda site: (what(site, 0).shape(site.entering), what(site, 1).shape(site.leaving)))
+    def slots_of(site: Site) -> tuple[Array, ...]:
+        shapes = (what(site, role).shape(x) for role, x in enumerate((site.entering, site.leaving)))
+        return tuple(jnp.zeros((*(length for length, _ in site.turns), *shape)) for shape in shapes)
 
     def run(masters: Mapping[str, Array], slots: Any) -> Any:
-        out = run_with_taps(closed, names, layers, taps, slots, jax.tree.leaves((masters, *rest)))
+        arrays = jax.tree.leaves((masters, *rest))
+        out = run_with_taps(
+            closed.jaxpr, closed.consts, plan, slots, lambda s, role, x, slot: tap(x, slot, what(s, role)), arrays
+        )
         return jax.tree.unflatten(jax.tree.structure(shape), out)
 
+    slots = jax.tree.map(slots_of, plan)
     (grads, reported), others = jax.grad(run, argnums=(0, 1), has_aux=True)(masters, slots)
     return grads, others, watched, jax.tree.leaves(reported)
 
 
-def _layer_names(site: Site) -> list[str]:
+def layer_names(site: Site) -> list[str]:
     """Returns the layers of a site: one, or one for each turn of the loops that slice its parameter."""
     lengths = [length for length, stacked in site.turns if stacked]
     return [site.name + "".join(f"[{i}]" for i in turn) for turn in np.ndindex(*lengths)]
@@ -129,13 +119,12 @@ def _rows_by_layer(site: Site, rows: Array) -> Array:
     return (merge_rows(rows, again) if again else rows).reshape(-1, len(COLUMNS))
 
 
-def _layer_info(site: Site, precision: Precision, held: Mapping[str, Format]) -> LayerInfo:
-    operands = precision.operands if site.kind == "matmul" else ()
-    narrow = [operand if is_narrow(operand.format) else None for operand in operands] or [None, None]
-    given = (precision.compute, precision.grad)
-    roles = [str(fmt) if each is None else print_value(each) for fmt, each in zip(given, narrow, strict=True)]
-    weight = str(held.get(site.weight or "", precision.compute))
-    return LayerInfo(site.name, site.kind, dict(zip(SAMPLED_ROLES, (*roles, weight), strict=True)))
+def _formats_of(site: Site, precision: Precision, held: Format) -> dict[str, str]:
+    """Returns the format of a layer's input, its gradient and its weight, in words."""
+    operands = precision.operands if site.kind == "matmul" else (None, None)
+    pairs = zip((precision.compute, precision.grad), operands, strict=True)
+    roles = [print_value(own) if own is not None and is_narrow(own.format) else str(fmt) for fmt, own in pairs]
+    return dict(zip(SAMPLED_ROLES, (*roles, str(held)), strict=True))
 
 
 # --- taps
@@ -150,7 +139,7 @@ class What:
     format: Format = FP32
     whole: bool = False
 
-    def shape(self, x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    def shape(self, x: Any) -> tuple[int, ...]:
         """Returns the shape of the slot for an array."""
         if not self.whole:
             return (len(COLUMNS),)
@@ -160,7 +149,7 @@ class What:
     def report(self, x: Array) -> Array:
         """Returns what is reported of an array, in fp32."""
         if self.whole:
-            rows, width = self.shape(jax.ShapeDtypeStruct(x.shape, x.dtype))
+            rows, width = self.shape(x)
             return x.reshape(-1, width)[:rows].astype(jnp.float32)
         return row_of(x.reshape(-1)[: self.size], self.format)
 

@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 from halfstep.config.model import owner
 from halfstep.core.errors import ArgumentError
 from halfstep.core.observed import COLUMNS, ROLES, SLICE, WEIGHT_COLUMNS, LayerInfo, Observation, Sample
-from halfstep.jax.instruments.observe.gradient import Watched, merge_rows
+from halfstep.jax.instruments.gradient import Watched, layer_names, merge_rows
 
 SAMPLE = 16_384  # elements of each tensor that a sample looks at, in whole rows
-UPDATE_SUMS = ("weight", "gradient", "update", "intended", "lost")
 
 
 @dataclass
@@ -39,17 +38,20 @@ class Unread:
 
 @dataclass
 class UnreadUpdates(Unread):
-    """The sums of one update by parameter, as the numbers of each layer."""
+    """The sums of one update by parameter, as the numbers of each layer of a monitor."""
 
-    names: Sequence[str] = ()
-    layers: Sequence[Sequence[str]] = ()
+    monitor: Any = None
 
     def read(self) -> NDArray[np.floating[Any]]:
         """Returns (layers, WEIGHT_COLUMNS) of the update that followed the request; waits for it."""
+        layers, watched = self.monitor.layers, self.monitor.watched
         if self.array is None:
-            return np.full((len(self.layers), len(WEIGHT_COLUMNS)), np.nan)
-        rows = dict(zip(self.names, Unread.read(self), strict=True))
-        return np.array([_weight_numbers([rows[name] for name in names]) for names in self.layers])
+            return np.full((len(layers), len(WEIGHT_COLUMNS)), np.nan)
+        rows = dict(zip(watched.parameters, super().read(), strict=True))
+        # The parameters of a layer are those of its module; a slice of one parameter has none.
+        return np.array(
+            [_weight_numbers([row for name, row in rows.items() if owner(name) == each.name]) for each in layers]
+        )
 
 
 class Monitor:
@@ -62,7 +64,6 @@ class Monitor:
             )
         self.slice = slice
         self.watched: Watched | None = None
-        self.parameters: tuple[str, ...] = ()
         self._sum: Array | None = None
         self._pending: UnreadUpdates | None = None
 
@@ -75,20 +76,16 @@ class Monitor:
         """Takes in what one step reports, without waiting for it."""
         self._sum = layers if self._sum is None else _merge(self._sum, layers)
         if self._pending is not None:
-            self._pending.array, self._pending.layers = updates, self._parameters_by_layer()
-            self._pending.names, self._pending = self.parameters, None
+            self._pending.array, self._pending = updates, None
 
     def layer_numbers(self) -> Unread:
         """Returns what the steps since the last call have counted, unread."""
-        counted = self._sum
-        if counted is None:
-            counted = np.zeros((len(self.layers), len(ROLES), len(COLUMNS)), np.float32)  # type: ignore[assignment]
-        self._sum = None
-        return Unread(counted)
+        counted, self._sum = self._sum, None
+        return Unread(np.zeros((len(self.layers), len(ROLES), len(COLUMNS))) if counted is None else counted)
 
     def weight_numbers(self) -> UnreadUpdates:
         """Returns norms of weights, gradients and updates, and the share lost, of the next step: read it after."""
-        self._pending = UnreadUpdates(layers=self._parameters_by_layer())
+        self._pending = UnreadUpdates(monitor=self)
         return self._pending
 
     def describe(
@@ -96,34 +93,25 @@ class Monitor:
     ) -> dict[str, dict[str, Sample]]:
         """Returns {layer: {role: sample}} of whole tensors, which the slots of all sites report."""
         assert self.watched is not None
-        seen: dict[tuple[str, str], Observation] = {}
-        infos, place = self.watched.layers, 0
-        for pair, site in enumerate(self.watched.sites):
-            count = math.prod(length for length, stacked in site.turns if stacked)
-            for role, x in zip(ROLES, jax.device_get(reported[2 * pair : 2 * pair + 2]), strict=True):
-                repeated = [axis for axis, (_, stacked) in enumerate(site.turns) if not stacked]
-                kept = np.moveaxis(x, repeated, range(len(repeated)))[
-                    (0,) * len(repeated)
-                ]  # the first turn of other loops
-                for turn, rows in enumerate(kept.reshape(count, *x.shape[-2:])):
-                    info = infos[self.watched.index[place + turn]]
-                    observation = Observation.of(rows, info.format(role))
-                    before = seen.get((info.name, role))
-                    seen[info.name, role] = observation if before is None else before + observation
-            place += count
-        for info, weight in zip(infos, self.watched.weights, strict=True):
-            if weight is not None and weight in masters:
-                seen[info.name, "weight"] = Observation.of(
-                    _sample_rows(masters[weight], size), info.format("weight")
-                )
-        samples: dict[str, dict[str, Sample]] = {info.name: {} for info in infos}
-        for (name, role), observation in seen.items():
-            samples[name][role] = observation.sample()
-        return samples
-
-    def _parameters_by_layer(self) -> list[list[str]]:
-        """Returns the parameters of each layer: those of its module; a slice of one parameter has none."""
-        return [[name for name in self.parameters if owner(name) == info.name] for info in self.layers]
+        samples: dict[str, dict[str, Any]] = {info.name: {} for info in self.watched.layers}
+        indices, slots = iter(self.watched.index), iter(reported)
+        for site in self.watched.sites:
+            infos = [self.watched.layers[next(indices)] for _ in layer_names(site)]
+            for role in ROLES:
+                # Of a loop that gives the layer nothing of its own, the first turn.
+                first = tuple(slice(None) if stacked else 0 for _, stacked in site.turns)
+                x = jax.device_get(next(slots))[first]
+                for info, rows in zip(infos, x.reshape(-1, *x.shape[-2:]), strict=True):
+                    observation, before = Observation.of(rows, info.format(role)), samples[info.name].get(role)
+                    samples[info.name][role] = observation if before is None else before + observation
+        for info, weight in zip(self.watched.layers, self.watched.weights, strict=True):
+            if weight in masters:
+                rows = _sample_rows(masters[weight], size)
+                samples[info.name]["weight"] = Observation.of(rows, info.format("weight"))
+        return {
+            name: {role: observation.sample() for role, observation in roles.items()}
+            for name, roles in samples.items()
+        }
 
 
 def update_sums(
@@ -135,7 +123,10 @@ def update_sums(
     finite: Array,
     size: int,
 ) -> Array:
-    """Returns sums over a slice of each parameter, (parameters, UPDATE_SUMS); NaN for what a skipped step lost."""
+    """Returns sums over a slice of each parameter, a row for each; NaN for what a skipped step lost.
+
+    The columns: squares of the weight, its gradient and its update, updates that are intended, and that were lost.
+    """
 
     def part(x: Array) -> Array:
         return x.reshape(-1)[:size].astype(jnp.float32)

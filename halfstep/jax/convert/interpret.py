@@ -39,12 +39,12 @@ from halfstep.core.errors import PolicyError
 from halfstep.core.formats import BF16, FP16, FP32, TF32, Format
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
+from halfstep.jax.convert import checks
 from halfstep.jax.convert.apply import Applied, Leaves
-from halfstep.jax.convert.functions import checks
-from halfstep.jax.convert.functions.calls import Calls
-from halfstep.jax.convert.functions.carrier import FLOAT32, appears, shape_of
-from halfstep.jax.convert.functions.islands import history_of
-from halfstep.jax.convert.functions.patterns import (
+from halfstep.jax.convert.calls import Calls
+from halfstep.jax.convert.carrier import FLOAT32, appears, shape_of
+from halfstep.jax.convert.islands import history_of
+from halfstep.jax.convert.patterns import (
     Activation,
     Pick,
     Softmax,
@@ -54,7 +54,7 @@ from halfstep.jax.convert.functions.patterns import (
     pick_numbers,
     recomputed_softmax,
 )
-from halfstep.jax.convert.functions.values import (
+from halfstep.jax.convert.values import (
     Owner,
     Value,
     check_early_cast,

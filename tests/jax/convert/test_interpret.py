@@ -11,7 +11,7 @@ from halfstep.core.errors import PolicyError, PolicyReachError
 from halfstep.core.policy import Policy
 from halfstep.jax import casts_for, linear, rms_norm
 from halfstep.jax.convert.apply import Leaves, apply
-from halfstep.jax.convert.functions.interpret import cast_inside
+from halfstep.jax.convert.interpret import cast_inside
 from halfstep.jax.layers import COMPILER_OPTIONS
 from tests.jax.draws import normal
 

@@ -1,1 +1,0 @@
-"""How a policy reaches a loss function: its jaxpr, evaluated again with casts."""
