@@ -34,13 +34,10 @@ def scaling_amaxes(histories: Mapping[str, Array]) -> dict[str, Array]:
 
 def update_histories(histories: Mapping[str, Array], amaxes: Mapping[str, Any], finite: Array) -> dict[str, Array]:
     """Returns the histories after an update with these amaxes; unchanged if it was not finite."""
-    return {
-        name: jnp.where(finite, _shift_history(old, amaxes[f"{PREFIX}{name}"]), old)
-        for name, old in histories.items()
-    }
-
-
-def _shift_history(history: Array, amaxes: Array) -> Array:
-    # A step may be finite although an operand was not, if nothing that is trained depends on it.
-    newest = jnp.where(jnp.isfinite(amaxes), amaxes, 0.0)
-    return jnp.concatenate([newest[:, None], history[:, :-1]], axis=1)
+    following = {}
+    for name, old in histories.items():
+        # A step may be finite although an operand was not, if nothing that is trained depends on it.
+        newest = jnp.nan_to_num(amaxes[f"{PREFIX}{name}"], nan=0.0, posinf=0.0)
+        shifted = jnp.concatenate([newest[:, None], old[:, :-1]], axis=1)
+        following[name] = jnp.where(finite, shifted, old)
+    return following

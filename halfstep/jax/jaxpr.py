@@ -29,21 +29,21 @@ it)."""
 # --- primitives
 
 
-def words(*lines: str) -> frozenset[str]:
+def words(lines: str) -> frozenset[str]:
     """Returns the words of some lines."""
-    return frozenset(" ".join(lines).split())
+    return frozenset(lines.split())
 
 
 LAYOUT = words(
-    "transpose reshape broadcast_in_dim squeeze expand_dims slice dynamic_slice gather rev copy concatenate split",
+    "transpose reshape broadcast_in_dim squeeze expand_dims slice dynamic_slice gather rev copy concatenate split "
     "pad stop_gradient sharding_constraint reshard scatter dynamic_update_slice tile stack",
 )
 """Primitives that move values without changing them."""
 
 ARITHMETIC = words(
-    "add sub mul div neg abs sign max min integer_pow pow square sqrt rsqrt cbrt exp exp2 expm1 log log1p tanh",
-    "logistic erf erfc erf_inv sin cos tan atan2 rem floor ceil round clamp select_n",
-    "asin acos atan sinh cosh asinh acosh atanh scatter-add scatter-sub scatter-mul scatter-min scatter-max",
+    "add sub mul div neg abs sign max min integer_pow pow square sqrt rsqrt cbrt exp exp2 expm1 log log1p tanh "
+    "logistic erf erfc erf_inv sin cos tan atan2 rem floor ceil round clamp select_n "
+    "asin acos atan sinh cosh asinh acosh atanh scatter-add scatter-sub scatter-mul scatter-min scatter-max "
     "reduce_sum reduce_max reduce_min reduce_prod cumsum cumprod cummax cummin cumlogsumexp",
 )
 BROADCASTING = words("add sub mul div max min pow atan2 rem clamp select_n")
@@ -77,14 +77,14 @@ def line_of(eqn: Any) -> str:
 
 def frames_of(eqn: Any) -> Sequence[Any]:
     """Returns the stack of calls that made an equation, innermost first."""
-    traceback = getattr(eqn.source_info, "traceback", None)
+    traceback = eqn.source_info.traceback
     return traceback.frames if traceback is not None else ()
 
 
 def is_ours(eqn: Any) -> bool:
     """Returns whether an equation is a layer of this package, which states its own casts and gradients."""
-    infos = (getattr(inner, "debug_info", None) for inner in jaxprs_in_params(eqn.params))
-    files = [str(getattr(info, "func_filename", "") or "") for info in infos]
+    inside = jaxprs_in_params(eqn.params)
+    files = [str(inner.debug_info.func_filename or "") for inner in inside]
     return bool(files) and all(_OURS in Path(file).parents for file in files)
 
 
@@ -126,9 +126,19 @@ def is_widening(eqn: Any) -> bool:
     return is_conversion(eqn) and eqn.invars[0].aval.dtype.itemsize < eqn.outvars[0].aval.dtype.itemsize
 
 
-def function_of(eqn: Any) -> Any:
-    """Returns the closed jaxpr of the one function that an equation calls; None if there is none."""
-    return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+def functions_of(eqn: Any) -> list[tuple[Any, Sequence[Any]]]:
+    """Returns the functions whose results are those of an equation, each as a jaxpr and its constants.
+
+    One, or the branches of a `cond`; it takes the last inputs of the equation.
+    """
+    found = [eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "body_jaxpr") if key in eqn.params]
+    closed = found[:1] or eqn.params.get("branches", ())
+    return [(getattr(each, "jaxpr", each), getattr(each, "consts", ())) for each in closed]
+
+
+def inputs_of(eqn: Any, jaxpr: Any, given: Sequence[_Value]) -> Sequence[_Value]:
+    """Returns what a function of an equation takes of the equation's own inputs."""
+    return given[len(given) - len(jaxpr.invars) :]
 
 
 def parts_of_scan(eqn: Any) -> tuple[int, int]:
@@ -148,16 +158,15 @@ def parts_of_scan(eqn: Any) -> tuple[int, int]:
 
 def walk(
     jaxpr: Any,
-    known: Iterable[tuple[Any, _Value]],
+    env: dict[Any, _Value],
     literal: Callable[[Any], _Value],
     equation: Callable[[Any, list[_Value]], Iterable[_Value]],
 ) -> list[_Value]:
     """Evaluates a jaxpr with values of any kind, and returns its results.
 
-    `known` are the values of its constants and inputs, by variable; `literal` makes one of a literal, and
-    `equation` returns those of an equation's outputs, given its inputs.
+    `env` has the values of its constants and inputs, by variable, and gets those of all others; `literal` makes
+    one of a literal, and `equation` returns those of an equation's outputs, given its inputs.
     """
-    env: dict[Any, _Value] = dict(known)
 
     def read(atom: Any) -> _Value:
         return literal(atom) if isinstance(atom, Literal) else env[atom]

@@ -67,7 +67,7 @@ def with_weight_grad_format(parameter: Array, casts: Casts) -> Array:
 
 def broadcast(parameter: Array, shape: Sequence[int], casts: Casts) -> Array:
     """Broadcasts a small parameter to activations; JAX's own rule would sum its gradient in their dtype."""
-    return _broadcast(to_compute(with_weight_grad_format(parameter, casts), casts), tuple(shape))
+    return cast_bias(to_compute(with_weight_grad_format(parameter, casts), casts), tuple(shape), None)
 
 
 def linear(x: Array, weight: Array, bias: Array | None, casts: Casts, *, amaxes: Array | None = None) -> Array:
@@ -75,11 +75,9 @@ def linear(x: Array, weight: Array, bias: Array | None, casts: Casts, *, amaxes:
     rows = x.reshape(-1, x.shape[-1])
     y = dot_general(rows, weight, (((1,), (1,)), ((), ())), casts, amaxes=amaxes)
     y = y.reshape(*x.shape[:-1], weight.shape[0])
-    return (
-        y
-        if bias is None
-        else round_result(y + cast_bias(with_weight_grad_format(bias, casts), y.shape, casts), casts)
-    )
+    if bias is None:
+        return y
+    return round_result(y + cast_bias(with_weight_grad_format(bias, casts), y.shape, casts), casts)
 
 
 def dot_general(
@@ -175,7 +173,14 @@ class Layer:
     """A module with its own name and precision; what it computes is in a name scope of that name."""
 
     def __init_subclass__(cls) -> None:
-        cls.__call__ = _with_scope(cls.__call__)  # type: ignore[method-assign, operator]
+        call: Callable[..., Any] = cls.__call__  # type: ignore[operator]
+
+        @wraps(call)
+        def scoped(self: Any, *args: Any) -> Any:
+            with jax.named_scope(SCOPE + self.name) if self.name else nullcontext():
+                return call(self, *args)
+
+        cls.__call__ = scoped  # type: ignore[method-assign]
 
     def __init__(self, name: str, precision: Precision):
         self.name = name
@@ -189,15 +194,6 @@ class Layer:
     def parameter(self, params: Params, field: str) -> Array:
         """Returns a parameter of this module by its field, `weight` for example."""
         return params[f"{self.name}.{field}"]
-
-
-def _with_scope(call: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(call)
-    def scoped(self: Any, *args: Any) -> Any:
-        with jax.named_scope(SCOPE + self.name) if self.name else nullcontext():
-            return call(self, *args)
-
-    return scoped
 
 
 class CastedLinear(Layer):
@@ -258,9 +254,8 @@ def _norm(x: Array, gain: Array | None, bias: Array | None, casts: Casts, center
     rows = x.reshape(-1, x.shape[-1])
     if fmt != FP32:
         rows = _to_island_format(rows, fmt)
-    gain, bias = (
-        None if p is None else _to_island_format(with_weight_grad_format(p, casts), fmt) for p in (gain, bias)
-    )
+    given = [None if p is None else with_weight_grad_format(p, casts) for p in (gain, bias)]
+    gain, bias = (None if p is None else _to_island_format(p, fmt) for p in given)
     y = _normalize(rows, gain, bias, centered, eps).reshape(x.shape)
     return to_compute(_to_island_format(y, fmt), casts)
 
@@ -274,8 +269,10 @@ def _normalize(x: Array, gain: Array | None, bias: Array | None, centered: bool,
 def _normalize_forward(
     x: Array, gain: Array | None, bias: Array | None, centered: bool, eps: float
 ) -> tuple[Array, Any]:
-    mean, rstd = _statistics(x, centered, eps)
-    y = (x.astype(jnp.float32) - mean) * rstd
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide, axis=-1, keepdims=True) if centered else jnp.zeros((), jnp.float32)
+    rstd = lax.rsqrt(jnp.mean(jnp.square(wide - mean), axis=-1, keepdims=True) + eps)
+    y = (wide - mean) * rstd
     if gain is not None:
         y = y * gain
     if bias is not None:
@@ -292,20 +289,12 @@ def _normalize_backward(centered: bool, eps: float, kept: Any, g: Array) -> tupl
     grad = h - y * jnp.mean(h * y, axis=-1, keepdims=True)
     if centered:
         grad = grad - jnp.mean(h, axis=-1, keepdims=True)
-    return (
-        (grad * rstd).astype(x.dtype),
-        None if gain is None else jnp.sum(g * y, axis=0),
-        None if bias is None else jnp.sum(g, axis=0),
-    )
+    of_gain = None if gain is None else jnp.sum(g * y, axis=0)
+    of_bias = None if bias is None else jnp.sum(g, axis=0)
+    return (grad * rstd).astype(x.dtype), of_gain, of_bias
 
 
 _normalize.defvjp(_normalize_forward, _normalize_backward)
-
-
-def _statistics(x: Array, centered: bool, eps: float) -> tuple[Array, Array]:
-    x = x.astype(jnp.float32)
-    mean = jnp.mean(x, axis=-1, keepdims=True) if centered else jnp.zeros((), jnp.float32)
-    return mean, lax.rsqrt(jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True) + eps)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -331,12 +320,13 @@ def _pointwise_backward(f: Callable[[Array], Array], x: Array, g: Array) -> tupl
 _pointwise.defvjp(lambda f, x: (_pointwise(f, x), x), _pointwise_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _broadcast(x: Array, shape: tuple[int, ...]) -> Array:
-    return jnp.broadcast_to(x, shape)
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def cast_bias(parameter: Array, shape: tuple[int, ...], casts: Casts | None) -> Array:
+    """Broadcasts a bias in compute, or unchanged without casts; its gradient is a sum in fp32, like a weight's."""
+    return jnp.broadcast_to(parameter if casts is None else in_compute(parameter, casts), shape)
 
 
-def _broadcast_backward(shape: tuple[int, ...], x: Array, g: Array) -> tuple[Array]:
+def _bias_backward(shape: tuple[int, ...], casts: Casts | None, x: Array, g: Array) -> tuple[Array]:
     # The leading dimensions as one: a sum over rows, which XLA computes without a transpose.
     ones = next((axis for axis, size in enumerate(x.shape) if size > 1), x.ndim)
     own, last = x.shape[ones:], shape[len(shape) - x.ndim + ones :]
@@ -345,19 +335,7 @@ def _broadcast_backward(shape: tuple[int, ...], x: Array, g: Array) -> tuple[Arr
     return (jnp.sum(rows, axis=summed, keepdims=True).reshape(x.shape).astype(x.dtype),)
 
 
-_broadcast.defvjp(lambda x, shape: (jnp.broadcast_to(x, shape), x), _broadcast_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def cast_bias(parameter: Array, shape: tuple[int, ...], casts: Casts) -> Array:
-    """Broadcasts a bias in compute; its gradient, like a weight's, is fp32 from the sum on."""
-    return jnp.broadcast_to(in_compute(parameter, casts), shape)
-
-
-cast_bias.defvjp(
-    lambda parameter, shape, casts: (cast_bias(parameter, shape, casts), parameter),
-    lambda shape, _, parameter, g: _broadcast_backward(shape, parameter, g),
-)
+cast_bias.defvjp(lambda parameter, shape, casts: (cast_bias(parameter, shape, casts), parameter), _bias_backward)
 
 
 def _has_cudnn_attention(q: Array) -> bool:
@@ -412,10 +390,8 @@ def _likelihood_backward(
     if softcap:
         grad = grad * (1.0 - jnp.square(capped / softcap))
     if bits:
-        words = _draw_words(logits, targets)
-        grad = quantize(
-            differentiable_once(grad), Format(8, bits), overflow="inf", rounding="stochastic", bits=words
-        )
+        given: dict[str, Any] = {"rounding": "stochastic", "bits": _draw_words(logits, targets)}
+        grad = quantize(differentiable_once(grad), Format(8, bits), overflow="inf", **given)
     return grad.astype(logits.dtype), None
 
 

@@ -5,7 +5,7 @@ dictionary, a flat one keyed `blocks.0.attn.q.weight`, a Flax state and an Equin
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -43,6 +43,14 @@ class NamedTree:
     def moments_of(self, opt_state: Any) -> list[str | None]:
         """Returns the parameter that each leaf of an optimizer's state is a moment of, by its path and shape."""
         return [name for _, name, _ in self._mirrors(opt_state)]
+
+    def map_moments(
+        self, convert: Callable[[str, Any], Any], opt_state: Any, others: Callable[[Any], Any] = lambda x: x
+    ) -> Any:
+        """Returns an optimizer's state with `convert(parameter, moment)` for moments, `others(x)` for the rest."""
+        flat, treedef = jax.tree.flatten(opt_state)
+        pairs = zip(self.moments_of(opt_state), flat, strict=True)
+        return jax.tree.unflatten(treedef, [others(x) if n is None else convert(n, x) for n, x in pairs])
 
     def groups_of(self, opt_state: Any) -> dict[str, dict[str, Any]]:
         """Returns the parts of an optimizer's state that mirror parameters: {part: {parameter: array}}."""

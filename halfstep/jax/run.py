@@ -405,9 +405,6 @@ def _place_copies(state: State, leaves: Leaves, held: Mapping[str, Array], mesh:
     whole = next(iter(held.values())).sharding
     if isinstance(whole, NamedSharding):
         whole = NamedSharding(whole.mesh, PartitionSpec())
-    flat, treedef = jax.tree.flatten(state.opt_state)
-    owners = zip(flat, leaves.moments_of(state.opt_state), strict=True)
-    moments = [copied(x, whole if name is None else held[name].sharding) for x, name in owners]
     by_name = {
         field: {name: copied(x, held[name].sharding) for name, x in getattr(state, field).items()}
         for field in ("ema", "remainders")
@@ -415,7 +412,9 @@ def _place_copies(state: State, leaves: Leaves, held: Mapping[str, Array], mesh:
     return replace(
         state,
         params=jax.tree.map(copied, state.params),
-        opt_state=jax.tree.unflatten(treedef, moments),
+        opt_state=leaves.map_moments(
+            lambda name, x: copied(x, held[name].sharding), state.opt_state, others=lambda x: copied(x, whole)
+        ),
         scale=ScaleState(*(copied(x, whole) for x in state.scale)),
         num_applied=copied(state.num_applied, whole),
         amaxes={name: copied(x, whole) for name, x in state.amaxes.items()},

@@ -8,13 +8,11 @@ import pytest
 
 import halfstep.jax
 from halfstep.config.groups import NEWTON_SCHULZ
-from halfstep.config.model import ModelConfig, parameter_shapes
-from halfstep.config.run import OptimizerConfig
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP16, FP32, parse
 from halfstep.jax import init, make_step
 from halfstep.jax.numerics.cast import quantize
-from halfstep.jax.optim.optimizers import adamw, build_optimizers, decay_mask, muon, orthogonalize
+from halfstep.jax.optim.optimizers import adamw, decay_mask, muon, orthogonalize
 from tests.jax.draws import normal
 
 
@@ -146,35 +144,6 @@ def test_muon_takes_matrices_and_looks_ahead_along_its_momentum():
     # momentum 0.5 first + second; Nesterov adds half of it to the gradient once more
     ahead = np.asarray(second, np.float64) + 0.5 * (0.5 * np.asarray(first, np.float64) + np.asarray(second))
     assert np.abs(np.asarray(updates["w"]) + reference(ahead, lambda x: x)).max() <= 2 * ROUNDED
-
-
-@pytest.mark.prove
-def test_a_session_updates_each_group_at_its_own_rate():
-    model = ModelConfig(vocabulary=8, context=4, layers=1, width=4, heads=1, tied=False)
-    config = OptimizerConfig(
-        name="muon", rate=9.0, embedding_rate=0.1, head_rate=0.2, scalar_rate=0.3, muon_rate=0.5, weight_decay=0.0
-    )
-    params = {name: jnp.ones(shape) for name, shape in parameter_shapes(model).items()}
-    optimizer = build_optimizers(model, config, lambda applied, xp: 0.5)
-    updates, _ = optimizer.update(jax.tree.map(jnp.ones_like, params), optimizer.init(params), params)
-    for name, rate in {"embed.weight": 0.1, "lm_head.weight": 0.2, "final_norm.weight": 0.3}.items():
-        # Adam's first update is one, whatever the gradient
-        assert np.asarray(updates[name]).ravel() == pytest.approx(-0.5 * rate, rel=2.0**-20), name
-    orthogonal = np.abs(np.asarray(updates["blocks.0.attn.q.weight"]))  # of a rank-one matrix of ones
-    assert 0.5 * 0.5 * 0.6 / 4 < orthogonal.min() <= orthogonal.max() < 0.5 * 0.5 * 1.3 / 4
-
-
-def test_the_momentum_may_follow_a_schedule_of_applied_updates():
-    params = {"w": jnp.zeros((2, 2))}
-    grads = {"w": jnp.asarray(normal(2, 2))}
-    scheduled = muon(momentum_schedule=lambda applied, xp: xp.where(applied < 1, 0.5, 0.9))
-    plain = [muon(momentum=0.5), muon(momentum=0.9)]
-    states = [optimizer.init(params) for optimizer in (scheduled, plain[0])]
-    for step in range(2):
-        updates, states[0] = scheduled.update(grads, states[0], params)
-        expected, states[1] = plain[step].update(grads, states[1], params)
-        assert np.array_equal(updates["w"], expected["w"])
-        assert np.array_equal(states[0][0].momentum["w"], states[1][0].momentum["w"])
 
 
 def parameters_for_muon():

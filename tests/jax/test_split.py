@@ -78,20 +78,6 @@ def test_a_matmul_reads_the_half_and_ties_show_it():
     }
 
 
-def test_weights_that_never_move_in_bf16_do():
-    optimizer = optax.sgd(1e-4)
-    step = make_step(lambda p, _: p["w"].astype(jnp.float32).sum(), optimizer)
-    state = init({"w": jnp.ones((2, 2), jnp.bfloat16)}, optimizer, "bf16-mixed,param=fp32:split")
-    assert state.widened == ("w",)
-    for _ in range(3):
-        state, _ = step(state, 0)
-    expected = np.float32(1)
-    for _ in range(3):
-        expected = expected + np.float32(-1e-4)
-    assert np.array_equal(state.masters()["w"], np.full((2, 2), expected))
-    assert np.array_equal(np.asarray(state.params["w"], np.float32), np.ones((2, 2)))
-
-
 def test_its_state_has_the_names_of_torchs_and_its_summary_says_how_masters_are_held():
     state = trained("bf16-mixed,param=fp32:split", OPTIMIZERS["adamw"])
     names = {name: x.dtype.name for name, x in state_dict(state).items() if name.startswith(("model.", "remain"))}

@@ -63,13 +63,15 @@ def apply(params: Any, policy: Policy, names: Sequence[str] = (), measured: Meas
     check_reach(policy, reach)
     by_module = precisions(policy, modules)
     chosen = measured.widen(by_module)
+    device = leaves.device
     for form in (policy, policy.evaluation()):
-        check_supported([base_precision(form), *precisions(form, modules).values()], leaves.device)
+        wanted = [base_precision(form), *precisions(form, modules).values()]
+        check_formats(wanted, "JAX", str(device), lambda fmt: supported(fmt, device), NATIVE)
     check_implemented(policy, "jax", _not_implemented)
-    masters = {
-        name: _whole_if_small(cast(Param, values[owner(name)].values["param"]), leaf)
-        for name, leaf in leaves.trained.items()
-    }
+    masters = {}
+    for name, leaf in leaves.trained.items():
+        param = cast(Param, values[owner(name)].values["param"])
+        masters[name] = replace(param, split=param.split and jnp.ndim(leaf) > 1)  # no gain or bias is split
     return Applied(
         policy,
         masters,
@@ -102,16 +104,6 @@ def find_halves(policy: Policy, masters: Mapping[str, Param], modules: Sequence[
     if any(by_module[name].compute != BF16 for name in inside if name not in owners):
         return frozenset()
     return frozenset(n for n, param in masters.items() if param.split and by_module[owner(n)].compute == BF16)
-
-
-def _whole_if_small(param: Param, leaf: Any) -> Param:
-    """Returns how a leaf is held: gains, biases and scalars are never split."""
-    return replace(param, split=False) if jnp.ndim(leaf) < 2 else param
-
-
-def check_supported(wanted: Sequence[Precision], device: jax.Device) -> None:
-    """Refuses what the device cannot run, with the reason and the alternative that runs."""
-    check_formats(wanted, "JAX", str(device), lambda fmt: supported(fmt, device), NATIVE)
 
 
 def _not_implemented(role: str, value: Value) -> str:
@@ -148,11 +140,9 @@ class Leaves(NamedTree):
 
 def modules_of(names: Iterable[str]) -> list[str]:
     """Returns what rules match: every proper prefix of a name, or the name itself if it is one word."""
-    modules: dict[str, None] = {}
-    for name in names:
-        steps = name.split(".")
-        modules |= dict.fromkeys(".".join(steps[:depth]) for depth in range(1, max(2, len(steps))))
-    return list(modules)
+    paths = (name.split(".") for name in names)
+    prefixes = (".".join(path[:depth]) for path in paths for depth in range(1, max(2, len(path))))
+    return [*dict.fromkeys(prefixes)]
 
 
 def _is_trained(name: str, leaf: Any) -> bool:

@@ -51,14 +51,14 @@ def call_checked(
 
 def check_rules(policy: Policy) -> None:
     """Refuses rules for the islands of an opaque function, which have no names."""
-    for rule in policy.rules:
-        for role in ("norm", "softmax"):
-            if role in dict(rule.changes):
-                raise UnmatchedRuleError(
-                    f"rule `{rule}` changes `{role}` in a function whose islands have no names",
-                    hint=f"set `{role}` for the whole policy; or build the function from halfstep.jax layers, "
-                    "each with its own precision, and pass cast=False",
-                )
+    changes = ((rule, role) for rule in policy.rules for role, _ in rule.changes)
+    for named, role in changes:
+        if role in ("norm", "softmax"):
+            raise UnmatchedRuleError(
+                f"rule `{named}` changes `{role}` in a function whose islands have no names",
+                hint=f"set `{role}` for the whole policy; or build the function from halfstep.jax layers, each "
+                "with its own precision, and pass cast=False",
+            )
 
 
 def check_function(jaxpr: Any, applied: Applied) -> None:
@@ -66,14 +66,13 @@ def check_function(jaxpr: Any, applied: Applied) -> None:
     policy = applied.policy
     ruled = [value for rule in policy.rules for role, value in rule.changes if role == "compute"]
     wide = [v.format for v in ruled if isinstance(v, Operand) and not is_narrow(v.format)]
-    wanted = {carrier_of(fmt) for fmt in (policy.compute.format, *wide)}
+    compute, *others = (carrier_of(fmt) for fmt in (policy.compute.format, *wide))
     for eqn in jaxpr.eqns:
         check_island(eqn, policy)
         name = eqn.primitive.name
         if name in PRODUCT:
-            for aval in (atom.aval for atom in eqn.invars):
-                if aval.dtype not in wanted:
-                    check_operand(eqn, aval, carrier_of(policy.compute.format), ruled=False)
+            for aval in (atom.aval for atom in eqn.invars if atom.aval.dtype not in others):
+                check_operand(eqn, aval, compute, ruled=False)
         elif not name.startswith("custom_vjp_call"):
             for inner in jaxprs_in_params(eqn.params):
                 check_function(inner, applied)
@@ -149,22 +148,28 @@ def check_opaque(eqn: Any, aval: Any, names: Sequence[str], precision: Precision
         )
 
 
-def check_island(eqn: Any, policy: Policy) -> None:
-    """Refuses an island narrower than the policy says, also inside what cannot be opened."""
+def find_narrow_island(eqn: Any, policy: Policy) -> Any:
+    """Returns an equation of an island narrower than the policy says, also inside what cannot be opened."""
     for each in (eqn, *equations_inside(eqn)):
-        role = ISLANDS.get(each.primitive.name)
-        if role is None:
-            continue
-        aval = each.invars[0].aval
-        ruled = (value for rule in policy.rules for changed, value in rule.changes if changed == role)
-        allowed = {carrier_of(fmt) for fmt in (FP32, getattr(policy, role), *ruled)}
-        if aval.shape and jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype not in allowed:
-            raise PolicyReachError(
-                f"`{each.primitive.name}` of {aval.dtype}{list(aval.shape)} at {line_of(each)}, but the policy "
-                f"says {role}={getattr(policy, role)}",
-                hint=f"use {_REMEDIES[role]}, convert before it with `.astype(jnp.float32)`, or accept it with "
-                f"`{role}={format_of(aval.dtype)}`",
-            )
+        if (role := ISLANDS.get(each.primitive.name)) is not None:
+            aval = each.invars[0].aval
+            ruled = (value for rule in policy.rules for changed, value in rule.changes if changed == role)
+            allowed = {carrier_of(fmt) for fmt in (FP32, getattr(policy, role), *ruled)}
+            if aval.shape and jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype not in allowed:
+                return each
+    return None
+
+
+def check_island(eqn: Any, policy: Policy) -> None:
+    """Refuses an island narrower than the policy says."""
+    if (found := find_narrow_island(eqn, policy)) is not None:
+        aval, role = found.invars[0].aval, ISLANDS[found.primitive.name]
+        raise PolicyReachError(
+            f"`{found.primitive.name}` of {aval.dtype}{list(aval.shape)} at {line_of(found)}, but the policy "
+            f"says {role}={getattr(policy, role)}",
+            hint=f"use {_REMEDIES[role]}, convert before it with `.astype(jnp.float32)`, or accept it with "
+            f"`{role}={format_of(aval.dtype)}`",
+        )
 
 
 def lost_by(precision: Precision) -> str:

@@ -21,7 +21,7 @@ In it a parameter stays its fp32 master, *not yet cast*, for as long as possible
     anything else     masters are cast, and the operation runs as it stands; where a table promoted the stream to
                       fp32, its result is rounded to compute (patterns.py)
 
-Arrays are carried as carrier.py says. What cannot be opened (custom_jvp_call, while, ...) runs in the dtypes of
+Arrays are carried as calls.py says. What cannot be opened (custom_jvp_call, while, ...) runs in the dtypes of
 the jaxpr, also emulated.
 """
 
@@ -32,28 +32,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import Literal, Var
+from jax.extend.core import Literal
 
 from halfstep.config.model import owner as module_of
-from halfstep.core.errors import PolicyError
 from halfstep.core.formats import BF16, FP16, FP32, TF32, Format
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
-from halfstep.jax.convert import checks
+from halfstep.jax import jaxpr as jaxprs
+from halfstep.jax import layers
+from halfstep.jax.convert import checks, patterns
 from halfstep.jax.convert.apply import Applied, Leaves
-from halfstep.jax.convert.calls import Calls
-from halfstep.jax.convert.carrier import FLOAT32, appears, shape_of
+from halfstep.jax.convert.calls import FLOAT32, Calls, appears, shape_of
 from halfstep.jax.convert.islands import history_of
-from halfstep.jax.convert.patterns import (
-    Activation,
-    Pick,
-    Softmax,
-    find_promoted,
-    find_recomputed,
-    is_explicit,
-    pick_numbers,
-    recomputed_softmax,
-)
 from halfstep.jax.convert.values import (
     Owner,
     Value,
@@ -66,39 +56,7 @@ from halfstep.jax.convert.values import (
     owner_on_masters,
 )
 from halfstep.jax.fp8 import PREFIX
-from halfstep.jax.jaxpr import (
-    ARITHMETIC,
-    BROADCASTING,
-    COMPARISON,
-    EXACT,
-    INLINED,
-    ISLANDS,
-    LAYOUT,
-    NAMED,
-    PASSED,
-    PRODUCT,
-    REMAT,
-    bind,
-    bind_wide,
-    fits_exactly,
-    function_of,
-    is_conversion,
-    is_float,
-    is_floating,
-    is_widening,
-    multiplies,
-    results,
-)
-from halfstep.jax.layers import (
-    batch_to_compute,
-    cast_bias,
-    dot_general,
-    pointwise,
-    round_result,
-    to_compute,
-    with_weight_grad_format,
-)
-from halfstep.jax.numerics.dtypes import DType, format_of
+from halfstep.jax.numerics.dtypes import format_of
 from halfstep.jax.numerics.lowering import Casts, casts_of
 from halfstep.jax.numerics.matmul import as_dimensions, as_matmul, convolve, product
 
@@ -135,21 +93,26 @@ def cast_inside(
     # 1. Trace it, with everything in the dtype that the policy computes in.
     shown = {name: shape_of(masters[name], appears(own.casts.precision)) for name, own in owners.items()}
     batch, *others = rest
-    traced = jax.tree.map(interpreter.traced_leaf, batch) if cast_batch else batch
+    entering = traced = batch
+    if cast_batch:
+        dtype, casts = appears(interpreter.base), interpreter.base_casts
+        traced = jax.tree.map(lambda leaf: shape_of(leaf, dtype) if jaxprs.is_floating(leaf) else leaf, batch)
+        entering = jax.tree.map(
+            lambda leaf: layers.batch_to_compute(jnp.asarray(leaf), casts) if jaxprs.is_floating(leaf) else leaf,
+            batch,
+        )
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(leaves.rebuilt(shown), traced, *others)
     # 2. Find what shows in the jaxpr as a whole.
-    interpreter.promoted = find_promoted(closed.jaxpr, appears(interpreter.base), len(leaves.values))
+    interpreter.promoted = patterns.find_promoted(closed.jaxpr, appears(interpreter.base), len(leaves.values))
     # 3. Evaluate it on masters and on the batch as it enters.
     given = [
-        Value(with_weight_grad_format(masters[name], owners[name].casts), owners[name])
+        Value(layers.with_weight_grad_format(masters[name], owners[name].casts), owners[name])
         if name in masters
         else Value(leaf, free=True)
         for name, leaf in leaves.values.items()
     ]
-    batch = jax.tree.map(interpreter.entering_leaf, batch) if cast_batch else batch
-    given += [
-        Value(interpreter.carry(leaf), free=not is_floating(leaf)) for leaf in jax.tree.leaves((batch, others))
-    ]
+    others = jax.tree.leaves((entering, others))
+    given += [Value(interpreter.carry(leaf), free=not jaxprs.is_floating(leaf)) for leaf in others]
     out, wide_loss = interpreter.run(closed.jaxpr, closed.consts, given)
     check_reach(policy, {"operand": {module_of(name) for name in interpreter.multiplied}})
     structure = jax.tree.structure(shape)
@@ -176,62 +139,59 @@ class Interpreter(Calls):
             v.array if v.narrow and v.owner is None else x for v, x in zip(values[1:], out[1:], strict=True)
         ]
         first = jaxpr.outvars[0].aval if jaxpr.outvars else None
-        narrow = first is not None and first.shape == () and is_float(jaxpr.outvars[0]) and first.dtype != FLOAT32
+        narrow = (
+            first is not None
+            and first.shape == ()
+            and jaxprs.is_float(jaxpr.outvars[0])
+            and first.dtype != FLOAT32
+        )
         if narrow and self.policy.loss == FP32:
-            out[0] = self.island.loss(values[0])
+            out[0] = self.island.recompute("loss", values[0])
             return out, True
         return out, False
 
     # --- equations: functions are opened, then masters, islands and plain arrays are tried in this order
 
     def _evaluate(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
-        env: dict[Var, Value] = {}
-
-        def read(atom: Any) -> Value:
-            if isinstance(atom, Literal):
-                return Value(self.carry(atom.val), fixed=True, free=True)
-            return env[atom]
-
         # A traced constant was closed over, and may depend on the batch.
-        constants = [
+        constants = (
             Value(self.carry(const), fixed=not isinstance(const, jax.core.Tracer), free=True) for const in consts
-        ]
-        env.update(zip(jaxpr.constvars, constants, strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
-        recomputed = find_recomputed(jaxpr)
-        for eqn in jaxpr.eqns:
-            values = [read(atom) for atom in eqn.invars]
-            env.update(zip(eqn.outvars, self._equation(jaxpr, eqn, values), strict=True))
-            if (function := recomputed.get(eqn.outvars[0])) is not None:
-                env[eqn.outvars[0]] = self._recomputed(function, read(function.root), env[eqn.outvars[0]])
-        return [read(atom) for atom in jaxpr.outvars]
+        )
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *args], strict=True))
+        recomputed = patterns.find_recomputed(jaxpr)
 
-    def _recomputed(self, function: Activation | Softmax, x: Value, y: Value) -> Value:
+        def equation(eqn: Any, values: list[Value]) -> list[Value]:
+            out = self._equation(jaxpr, eqn, values)
+            functions = ((recomputed.get(var), value) for var, value in zip(eqn.outvars, out, strict=True))
+            return [y if f is None else self._recomputed(f, env[f.root], y) for f, y in functions]
+
+        return jaxprs.walk(jaxpr, env, lambda atom: Value(self.carry(atom.val), fixed=True, free=True), equation)
+
+    def _recomputed(self, function: patterns.Activation | patterns.Softmax, x: Value, y: Value) -> Value:
         """Returns the result of a function that keeps only its input; what else led to `y` is then unused."""
         aval: Any = function.root.aval
         in_stream = x.narrow or aval.dtype == appears(self.base)
         other = x.owner is not None or x.kind or x.free or x.fixed or self._is_ruled(x)
         if other or not in_stream:
             return y
-        if isinstance(function, Softmax):
-            return replace(y, array=recomputed_softmax(x.array, function.axes)) if y.kind == "out" else y
+        if isinstance(function, patterns.Softmax):
+            return replace(y, array=patterns.recomputed_softmax(x.array, function.axes)) if y.kind == "out" else y
         if y.kind or y.owner is not None or y.explicit_cast is not None:
             return y
-        return replace(y, array=pointwise(function, x.array, self.base_casts))
+        return replace(y, array=layers.pointwise(function, x.array, self.base_casts))
 
     def _equation(self, jaxpr: Any, eqn: Any, values: list[Value]) -> list[Value]:
         name = eqn.primitive.name
-        if name in INLINED:
-            closed = function_of(eqn)
-            return self._evaluate(closed.jaxpr, closed.consts, values)
-        if name == "scan" and (multiplies(eqn) or owner_in_fp32(eqn, values) is None):
+        if name in jaxprs.INLINED:
+            return self._evaluate(*jaxprs.functions_of(eqn)[0], values)
+        if name == "scan" and (jaxprs.multiplies(eqn) or owner_in_fp32(eqn, values) is None):
             return self._scan(eqn, values)
         if name == "cond":
             return self._cond(eqn, values)
-        if name in REMAT:
+        if name in jaxprs.REMAT:
             return self._remat(eqn, values)
-        if name in PASSED:
-            out = results(eqn, [value.array for value in values])
+        if name in jaxprs.PASSED:
+            out = jaxprs.results(eqn, [value.array for value in values])
             return [replace(value, array=array) for value, array in zip(values, out, strict=True)]
         return (
             self._on_masters(jaxpr, eqn, values)
@@ -244,18 +204,18 @@ class Interpreter(Calls):
         name, arrays = eqn.primitive.name, [value.array for value in values]
         owner = owner_on_masters(eqn, values)
         if owner is not None:
-            out = bind_wide(eqn, arrays)
+            out = jaxprs.bind_wide(eqn, arrays)
         elif name.startswith("custom_jvp_call") and (opened := self._custom_jvp_on_masters(jaxpr, eqn, values)):
             return opened
-        elif name not in PRODUCT | NAMED and (owner := owner_in_fp32(eqn, values)) is not None:
+        elif name not in jaxprs.PRODUCT | jaxprs.NAMED and (owner := owner_in_fp32(eqn, values)) is not None:
             self._check_opaque(eqn, values)
-            out = bind(jaxpr, eqn, arrays)
+            out = jaxprs.bind(jaxpr, eqn, arrays)
         else:
             return None
         fixed = not owner.looked_up and all(value.fixed or value.owner is not None for value in values)
         return [
             Value(array, owner, narrow=owner.looked_up and var in self.promoted)
-            if is_float(var)
+            if jaxprs.is_float(var)
             else Value(array, fixed=fixed)
             for array, var in zip(out, eqn.outvars, strict=True)
         ]
@@ -263,52 +223,49 @@ class Interpreter(Calls):
     def _in_island(self, jaxpr: Any, eqn: Any, values: list[Value]) -> list[Value] | None:
         """Runs the equation in fp32, and leaves the result uncast, if it is part of an island."""
         name = eqn.primitive.name
-        if name.startswith("custom_jvp_call") and self._is_island(eqn):
+        if name.startswith("custom_jvp_call") and checks.find_narrow_island(eqn, self.policy) is not None:
             return self._custom_jvp_in_island(jaxpr, eqn, values)
-        if name in ISLANDS and self._begins(eqn, values[0]):
+        if name in jaxprs.ISLANDS and self._begins(eqn, values[0]):
             operand, kind = self.island.begin(name, values[0])
             inputs = [operand]
         elif (found := self.island.extend(eqn, values)) is not None:
             inputs, kind = found
         else:
             return None
-        array = inputs[0] if is_conversion(eqn) else bind_wide(eqn, inputs)[0]
+        array = inputs[0] if jaxprs.is_conversion(eqn) else jaxprs.bind_wide(eqn, inputs)[0]
         return [replace(self._derived(values), array=array, kind=kind)]
 
     def _begins(self, eqn: Any, value: Value) -> bool:
         (operand,), (out,) = eqn.invars, eqn.outvars
-        if not operand.aval.shape or not is_float(operand):
+        if not operand.aval.shape or not jaxprs.is_float(operand):
             return False
-        if getattr(self.policy, ISLANDS[eqn.primitive.name]) != FP32:
+        if getattr(self.policy, jaxprs.ISLANDS[eqn.primitive.name]) != FP32:
             return False
         promoted = out in self.promoted and not value.free
         return promoted or value.narrow or bool(value.kind) or operand.aval.dtype.itemsize < 4
 
-    def _is_island(self, eqn: Any) -> bool:
-        try:
-            checks.check_island(eqn, self.policy)
-        except PolicyError:
-            return True
-        return False
-
     def _on_arrays(self, jaxpr: Any, eqn: Any, values: list[Value]) -> list[Value]:
         name, early = eqn.primitive.name, None
         known = self._derived(values)
-        if name in PRODUCT or name == "gather":
+        if name in jaxprs.PRODUCT or name == "gather":
             for value in values:
                 check_early_cast(eqn, value.early_cast)
-        if name in PRODUCT:
-            array, narrow = self._dot(eqn, values) if name == "dot_general" else self._conv(eqn, values)
+        if name in jaxprs.PRODUCT:
+            array, narrow = self._run_product(eqn, values)
             return [replace(known, array=array, narrow=narrow)]
         if laid_out := self._lay_out_in_compute(eqn, values):
             return laid_out
-        if name not in NAMED:
+        if name not in jaxprs.NAMED:
             # What an index of the batch moves stays what it was.
-            of = [v for a, v in zip(eqn.invars, values, strict=True) if is_float(a) or name not in LAYOUT]
+            of = [
+                v
+                for a, v in zip(eqn.invars, values, strict=True)
+                if jaxprs.is_float(a) or name not in jaxprs.LAYOUT
+            ]
             early = find_early_cast(of, eqn)
         history, conversion = history_of(eqn, values), self._explicit_cast(eqn, values)
         stays = known.free or known.ruled or conversion is not None
-        biased = name in BROADCASTING and meets_bias(eqn, values)
+        biased = name in jaxprs.BROADCASTING and meets_bias(eqn, values)
         becomes = [(biased or var in self.promoted) and not stays for var in eqn.outvars]
         out = self._compute_narrowly(eqn, values) if becomes == [True] else None
         if out is None:
@@ -325,22 +282,23 @@ class Interpreter(Calls):
         fp32 would give the same, rounded, but hides from XLA what it can make part of a matmul, and keeps fp32
         arrays for the backward pass.
         """
-        if self.emulate or eqn.primitive.name not in EXACT:
+        if self.emulate or eqn.primitive.name not in jaxprs.EXACT:
             return None
         shape, casts, arrays = eqn.outvars[0].aval.shape, self.base_casts, []
         for atom, value in zip(eqn.invars, values, strict=True):
-            if not is_float(atom) or (value.owner is None and value.narrow and not value.kind):
+            if not jaxprs.is_float(atom) or (value.owner is None and value.narrow and not value.kind):
                 arrays.append(value.array)
             elif self._is_small_master(value):
-                arrays.append(cast_bias(value.array, shape, value.owner.casts))  # type: ignore[union-attr]
-            elif isinstance(atom, Literal) and fits_exactly(atom.val, casts.compute):
+                arrays.append(layers.cast_bias(value.array, shape, value.owner.casts))  # type: ignore[union-attr]
+            elif isinstance(atom, Literal) and jaxprs.fits_exactly(atom.val, casts.compute):
                 arrays.append(jnp.asarray(atom.val, casts.compute))
             elif eqn.primitive.name == "select_n" and value.owner is None and value.free and not value.kind:
-                cast = to_compute if is_number_within(value, self.base.compute.max) else batch_to_compute
+                bounded = is_number_within(value, self.base.compute.max)
+                cast = layers.to_compute if bounded else layers.batch_to_compute
                 arrays.append(cast(jnp.asarray(value.array), casts))  # what is selected is rounded either way
             else:
                 return None
-        return results(eqn, arrays)
+        return jaxprs.results(eqn, arrays)
 
     def _is_small_master(self, value: Value) -> bool:
         """Returns whether a value is a parameter that computes as the stream does: a bias or a gain."""
@@ -350,21 +308,22 @@ class Interpreter(Calls):
     def _lay_out_in_compute(self, eqn: Any, values: list[Value]) -> list[Value] | None:
         """Moves arrays in the compute format unchanged, though their variables are fp32."""
         floats = floats_of(eqn, values)
-        moves = eqn.primitive.name in LAYOUT and all(value.narrow and value.owner is None for value in floats)
+        moves = eqn.primitive.name in jaxprs.LAYOUT and all(
+            value.narrow and value.owner is None for value in floats
+        )
         if not moves or not floats:
             return None
-        if (pick := Pick.of(eqn)) is not None and eqn.outvars[0] not in self.promoted:
+        if (pick := patterns.Pick.of(eqn)) is not None and eqn.outvars[0] not in self.promoted:
             x, indices = values  # read in fp32, as all of its row: gradients of both meet there
-            return [
-                replace(x, array=pick_numbers(self.island.widened(x), x.array, indices.array, pick), narrow=False)
-            ]
-        out, history = results(eqn, [value.array for value in values]), history_of(eqn, values)
+            picked = patterns.pick_numbers(self.island.widened(x), x.array, indices.array, pick)
+            return [replace(x, array=picked, narrow=False)]
+        out, history = jaxprs.results(eqn, [value.array for value in values]), history_of(eqn, values)
         return [replace(floats[0], array=array, history=history) for array in out]
 
     def _explicit_cast(self, eqn: Any, values: list[Value]) -> Any:
         """Returns the conversion that made a result fp32, if the function wrote it down."""
-        if is_widening(eqn):
-            return eqn if is_explicit(eqn) else None
+        if jaxprs.is_widening(eqn):
+            return eqn if patterns.is_explicit(eqn) else None
         if any(value.narrow or value.kind for value in values):
             return None
         return next((value.explicit_cast for value in values if value.explicit_cast is not None), None)
@@ -372,63 +331,49 @@ class Interpreter(Calls):
     def _in_compute(self, array: Any, eqn: Any, values: Sequence[Value]) -> Any:
         """Casts a promoted result to compute. What a mask selects or adds stays finite, as in a batch."""
         masks = (v for v in floats_of(eqn, values) if v.free and not is_number_within(v, self.base.compute.max))
-        cast = batch_to_compute if eqn.primitive.name in ("select_n", "add") and any(masks) else to_compute
-        return cast(array, self.base_casts)
+        masked = eqn.primitive.name in ("select_n", "add") and any(masks)
+        return (layers.batch_to_compute if masked else layers.to_compute)(array, self.base_casts)
 
     # --- products
 
-    def _dot(self, eqn: Any, values: list[Value]) -> tuple[Array, bool]:
+    def _run_product(self, eqn: Any, values: list[Value]) -> tuple[Array, bool]:
         """Multiplies; returns the product, and whether it is in compute though its variable is fp32."""
-        avals = [atom.aval for atom in eqn.invars]
-        side = _side_of_weight(values)
+        is_dot, out = eqn.primitive.name == "dot_general", eqn.outvars[0].aval
+        side = _side_of_weight(values) if is_dot else 1
         if side is None:
             return self._product(eqn, values)
-        owner, x, seen = values[side].owner, values[1 - side], avals[1 - side]
-        assert owner is not None
-        precision, out = owner.casts.precision, eqn.outvars[0].aval.dtype
+        x, master, seen = values[1 - side], values[side], eqn.invars[1 - side].aval
         if x.owner is not None and not x.is_looked_up:
             checks.check_product(eqn, x.owner.names, x.owner.casts.precision)
-        self._check_entering(eqn, x, seen, owner)
-        if out.itemsize > max(aval.dtype.itemsize for aval in avals):
-            # preferred_element_type wants the sum unrounded: the same operands, a wider result.
-            precision = replace(precision, compute=format_of(out), grad=format_of(out))
+        if (owner := master.owner) is None:
+            return self._product(eqn, values)
+        precision = owner.casts.precision
+        if seen.dtype != appears(self.base) and not x.follows_compute:
+            ruled, wanted = self._is_ruled(x), appears(precision)
+            checks.check_operand(eqn, seen, wanted, ruled=ruled, names=owner.names, conversion=x.explicit_cast)
         self.multiplied.update(owner.names)
-        dims = eqn.params["dimension_numbers"]
-        rows, matrix, dims = as_matmul(self._array(x, seen), values[side].array, dims, side)
-        y = self._multiply(rows, matrix, dims, casts_of(precision), side == 0, owner)
-        return self._layer_result(eqn, y.reshape(eqn.outvars[0].aval.shape), values, appears(precision))
+        if is_dot:
+            if out.dtype.itemsize > max(atom.aval.dtype.itemsize for atom in eqn.invars):
+                # preferred_element_type wants the sum unrounded: the same operands, a wider result.
+                precision = replace(precision, compute=format_of(out.dtype), grad=format_of(out.dtype))
+            rows, matrix, dims = as_matmul(
+                self._array(x, seen), master.array, eqn.params["dimension_numbers"], side
+            )
+            y = self._multiply(rows, matrix, dims, casts_of(precision), side == 0, owner).reshape(out.shape)
+        else:
+            if precision.measured:  # narrow only if that is faster, and no convolution takes narrow operands
+                precision = precision.widened()
+            checks.check_convolution(eqn, owner.names, precision)
+            casts = casts_of(precision)
+            y = convolve(eqn, layers.to_compute(self._array(x, seen), casts), master.array, casts)
+        # In the dtype of its variable, or in its own if that was promoted.
+        narrow = appears(precision).itemsize < out.dtype.itemsize and not any(map(self._is_ruled, values))
+        return (y if self.emulate or narrow else y.astype(out.dtype)), narrow
 
     def _multiply(
         self, rows: Array, matrix: Array, dims: Any, casts: Casts, weight_first: bool, owner: Owner
     ) -> Array:
-        return dot_general(rows, matrix, dims, casts, weight_first=weight_first, amaxes=owner.amaxes)
-
-    def _conv(self, eqn: Any, values: list[Value]) -> tuple[Array, bool]:
-        (x, weight), (seen, _) = values, [atom.aval for atom in eqn.invars]
-        if x.owner is not None and not x.is_looked_up:
-            checks.check_product(eqn, x.owner.names, x.owner.casts.precision)
-        if weight.owner is None:
-            return self._product(eqn, values)
-        casts = weight.owner.casts
-        if casts.precision.measured:  # narrow only if that is faster, and no convolution takes narrow operands
-            casts = casts_of(casts.precision.widened())
-        self._check_entering(eqn, x, seen, weight.owner)
-        checks.check_convolution(eqn, weight.owner.names, casts.precision)
-        self.multiplied.update(weight.owner.names)
-        y = convolve(eqn, to_compute(self._array(x, seen), casts), weight.array, casts)
-        return self._layer_result(eqn, y, values, appears(casts.precision))
-
-    def _layer_result(self, eqn: Any, y: Array, values: Sequence[Value], held: DType) -> tuple[Array, bool]:
-        """Returns the result of a layer in the dtype of its variable, or in its own if that was promoted."""
-        out = eqn.outvars[0].aval.dtype
-        narrow = held.itemsize < out.itemsize and not any(self._is_ruled(value) for value in values)
-        return (y if self.emulate or narrow else y.astype(out)), narrow
-
-    def _check_entering(self, eqn: Any, x: Value, seen: Any, layer: Owner) -> None:
-        """Refuses an activation that enters a layer neither in the layer's own dtype nor in that of the stream."""
-        if seen.dtype != appears(self.base) and not x.follows_compute:
-            ruled, wanted = self._is_ruled(x), appears(layer.casts.precision)
-            checks.check_operand(eqn, seen, wanted, ruled=ruled, names=layer.names, conversion=x.explicit_cast)
+        return layers.dot_general(rows, matrix, dims, casts, weight_first=weight_first, amaxes=owner.amaxes)
 
     def _product(self, eqn: Any, values: list[Value]) -> tuple[Array, bool]:
         """Multiplies activations in compute, and tables and positions by each other in their own dtype."""
@@ -443,9 +388,11 @@ class Interpreter(Calls):
         params = eqn.params
         if _ALGORITHMS.get(params["precision"]) == self.base.compute and not self.emulate:
             dims, out = as_dimensions(params["dimension_numbers"]), format_of(eqn.outvars[0].aval.dtype)
-            return product(*(to_compute(x, self.base_casts) for x in arrays), dims, out, self.base_casts), wide
+            return product(
+                *(layers.to_compute(x, self.base_casts) for x in arrays), dims, out, self.base_casts
+            ), wide
         if wide and not any(self._is_ruled(value) for value in values):
-            arrays = [to_compute(array, self.base_casts) for array in arrays]
+            arrays = [layers.to_compute(array, self.base_casts) for array in arrays]
             params = {**params, "preferred_element_type": base}
         if all(array.dtype == jnp.float32 for array in arrays):
             params = {**params, "precision": self.fp32_dot}
@@ -453,15 +400,15 @@ class Interpreter(Calls):
         if not self.emulate:
             return eqn.primitive.bind(*arrays, **params), wide
         if wide:
-            return round_result(bind_wide(eqn, arrays)[0], self.base_casts), wide
-        return self._on_grid(bind_wide(eqn, arrays)[0], eqn.outvars[0].aval), wide
+            return layers.round_result(jaxprs.bind_wide(eqn, arrays)[0], self.base_casts), wide
+        return self._on_grid(jaxprs.bind_wide(eqn, arrays)[0], eqn.outvars[0].aval), wide
 
     def _bind_cast(self, jaxpr: Any, eqn: Any, values: list[Value]) -> list[Any]:
         """Runs the operation as it stands, with masters cast; emulated, rounds its results."""
         self._check_opaque(eqn, values)
         checks.check_island(eqn, self.policy)
         name = eqn.primitive.name
-        if name in BROADCASTING:
+        if name in jaxprs.BROADCASTING:
             # Broadcast while it is a master: the transpose of a broadcast is a sum over tokens, here in fp32.
             shape = eqn.outvars[0].aval.shape
             values = [
@@ -470,14 +417,16 @@ class Interpreter(Calls):
             ]
         arrays = self._arrays(eqn.invars, values)
         carried = any(self._is_carried(atom.aval.dtype) for atom in (*eqn.invars, *eqn.outvars))
-        if carried and (name in LAYOUT | ARITHMETIC | COMPARISON or name == "convert_element_type"):
-            out = bind_wide(eqn, arrays)
-            rounds = name not in LAYOUT
+        if carried and (
+            name in jaxprs.LAYOUT | jaxprs.ARITHMETIC | jaxprs.COMPARISON or name == "convert_element_type"
+        ):
+            out = jaxprs.bind_wide(eqn, arrays)
+            rounds = name not in jaxprs.LAYOUT
             return [self._on_grid(a, v.aval) if rounds else a for a, v in zip(out, eqn.outvars, strict=True)]
         if carried:
             pairs = zip(arrays, eqn.invars, strict=True)  # in its own dtype, which holds a carried array exactly
-            arrays = [x.astype(atom.aval.dtype) if is_float(atom) else x for x, atom in pairs]
-        out = [self.carry(array) for array in bind(jaxpr, eqn, arrays)]
+            arrays = [x.astype(atom.aval.dtype) if jaxprs.is_float(atom) else x for x, atom in pairs]
+        out = [self.carry(array) for array in jaxprs.bind(jaxpr, eqn, arrays)]
         return [self._on_grid(a, v.aval) for a, v in zip(out, eqn.outvars, strict=True)]
 
     def _broadcast_master(self, atom: Any, master: Value, shape: tuple[int, ...]) -> Array:
@@ -485,7 +434,7 @@ class Interpreter(Calls):
         wide = self.emulate or atom.aval.dtype == FLOAT32 or not self._is_small_master(master)
         if wide or master.owner is None:
             return jnp.broadcast_to(master.array, shape)
-        return cast_bias(master.array, shape, master.owner.casts)
+        return layers.cast_bias(master.array, shape, master.owner.casts)
 
     def _check_opaque(self, eqn: Any, values: list[Value]) -> None:
         for atom, owner in ((a, v.owner) for a, v in zip(eqn.invars, values, strict=True) if v.owner is not None):

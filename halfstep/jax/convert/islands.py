@@ -25,8 +25,8 @@ from typing import Any
 from jax import Array
 
 from halfstep.jax.convert.patterns import Pick, pick_numbers
-from halfstep.jax.convert.values import History, Value
-from halfstep.jax.jaxpr import LAYOUT, bind_wide, is_conversion, is_float, words
+from halfstep.jax.convert.values import History, Value, floats_of
+from halfstep.jax.jaxpr import LAYOUT, bind_wide, is_conversion, is_float, is_widening, words
 
 _BEGINS = {"exp": "exp", "exp2": "exp", "rsqrt": "stat", "sqrt": "stat", "log": "loss"}
 _SCALED = words("mul div add max min neg select_n")
@@ -39,10 +39,10 @@ def history_of(eqn: Any, values: Sequence[Value]) -> History | None:
     """Returns how the result of an operation came about, as far as an island could compute it again."""
     if len(eqn.outvars) != 1 or not is_float(eqn.outvars[0]):
         return None
-    name = eqn.primitive.name
-    if not (name in _OF_LOSS or name in LAYOUT or is_conversion(eqn)):
+    name, moves = eqn.primitive.name, eqn.primitive.name in LAYOUT or is_conversion(eqn)
+    if not moves and name not in _OF_LOSS:
         return None
-    through = name in _STATISTIC or name in LAYOUT or is_conversion(eqn)
+    through = moves or name in _STATISTIC
     sums = name == "reduce_sum" or (through and any(_comes_from_sums(value) for value in values))
     return History(eqn, tuple(values), sums)
 
@@ -53,99 +53,82 @@ class Island:
     def __init__(self, widen: Callable[[Value], Array]):
         self._widen = widen
         self._cache: dict[tuple[str, int], tuple[Value, Array]] = {}
+        self.recomputed: set[int] = set()  # ids of the equations
 
     def begin(self, name: str, value: Value) -> tuple[Array, str]:
         """Returns the operand of the operation that begins an island, and the kind of its result."""
         kind = _BEGINS[name]
-        return (self._statistic if kind == "stat" else self._shifted)(value), kind
+        return self.recompute("statistic" if kind == "stat" else "shifted", value), kind
 
     def extend(self, eqn: Any, values: Sequence[Value]) -> tuple[list[Any], str] | None:
         """Returns the inputs of an operation inside an island, and the kind of its result; None outside."""
-        floats = [value for atom, value in zip(eqn.invars, values, strict=True) if is_float(atom)]
+        floats = floats_of(eqn, values)
         kinds = {value.kind for value in floats if value.kind}
         if not kinds or len(eqn.outvars) != 1 or not is_float(eqn.outvars[0]):
             return None
         settled = all(value.kind or value.free or value.owner is not None for value in floats)
         kind = _kind_of(eqn, kinds, settled)
-        if not kind:
-            return None
-        pull = self._centered if kind == "normed" else self._shifted
-        pairs = zip(eqn.invars, values, strict=True)
-        return [pull(value) if is_float(atom) else value.array for atom, value in pairs], kind
+        return (self._operands("centered" if kind == "normed" else "shifted", eqn, values), kind) if kind else None
 
     def widened(self, value: Value) -> Array:
         """Returns a value in fp32: unrounded if it is a master or inside an island, else as it was rounded."""
         return self._cached("widened", value, lambda: self._widen(value))
 
-    def loss(self, value: Value) -> Array:
-        """Computes a loss again, from where its arithmetic begins."""
-        if value.kind or value.history is None:
+    def recompute(self, form: str, value: Value) -> Array:
+        """Computes a value again, in fp32, as far back as `_form_of_operands` says."""
+        history = None if value.kind else value.history
+        if history is None:
             return self.widened(value)
-        return self._recompute("loss", value, self.loss)
-
-    def _shifted(self, value: Value) -> Array:
-        """Computes the operand of exp again: x - max, scaled or masked."""
-        if value.kind or value.history is None:
+        eqn, values = history.eqn, history.values
+        if form == "shifted" and (pick := Pick.of(eqn)) is not None and values[0].owner is None:
+            x, index = values
+            return self._cached("picked", value, lambda: pick_numbers(self.widened(x), x.array, index.array, pick))
+        if not (operands := _form_of_operands(form, value, history)):
             return self.widened(value)
-        name, values = value.history.eqn.primitive.name, value.history.values
-        if name == "sub":
-            return self._recompute("shifted", value, self._peak)
-        if (pick := Pick.of(value.history.eqn)) is not None and values[0].owner is None:
-            logits, indices = values
-            return self._cached(
-                "picked", value, lambda: pick_numbers(self.widened(logits), logits.array, indices.array, pick)
-            )
-        scaled = (name in _SCALED and _has_one_operand(value.history)) or _is_picked(value)
-        if scaled or (name in LAYOUT and len(values) == 1):
-            return self._recompute("shifted", value, self._shifted)
-        return self.widened(value)
-
-    def _peak(self, value: Value) -> Array:
-        """Computes a largest number again, in fp32, which changes no bit, but leaves no conversions in between."""
-        if not _is_peak(value):
-            return self.widened(value)
-        assert value.history is not None
-        of_all = value.history.eqn.primitive.name == "reduce_max"
-        return self._recompute("peak", value, self.widened if of_all else self._peak)
-
-    def _statistic(self, value: Value) -> Array:
-        """Computes the operand of rsqrt or sqrt again, if it comes from sums."""
-        if value.history is None or not _comes_from_sums(value):
-            return self.widened(value)
-        of_sum = value.history.eqn.primitive.name == "reduce_sum"
-        return self._recompute("statistic", value, self._centered if of_sum else self._statistic)
-
-    def _centered(self, value: Value) -> Array:
-        """Computes what a norm sums or scales again: x, x^2, |x|, of x or of x - mean."""
-        if value.kind or value.history is None:
-            return self.widened(value)
-        eqn, values = value.history.eqn, value.history.values
-        name = eqn.primitive.name
-        same = name == "mul" and values[0] is values[-1]
-        masked = name in ("mul", "select_n") and _has_one_operand(value.history)
-        to_wide = is_conversion(eqn) and eqn.invars[0].aval.dtype.itemsize < eqn.outvars[0].aval.dtype.itemsize
-        moved = name in LAYOUT and len(values) == 1
-        if same or masked or to_wide or moved or name in ("square", "integer_pow", "abs", "neg"):
-            return self._recompute("centered", value, self._centered)
-        if name == "sub" and any(_comes_from_sums(each) for each in values):
-            return self._recompute("centered", value, self._statistic)
-        return self.widened(value)
-
-    def _recompute(self, form: str, value: Value, pull: Callable[[Value], Array]) -> Array:
-        assert value.history is not None
-        eqn, values = value.history.eqn, value.history.values
+        self.recomputed.add(id(eqn))
 
         def compute() -> Array:
-            arrays = [pull(v) if is_float(a) else v.array for a, v in zip(eqn.invars, values, strict=True)]
+            arrays = self._operands(operands, eqn, values)
             return arrays[0] if is_conversion(eqn) else bind_wide(eqn, arrays)[0]
 
         return self._cached(form, value, compute)
+
+    def _operands(self, form: str, eqn: Any, values: Sequence[Value]) -> list[Any]:
+        pairs = zip(eqn.invars, values, strict=True)
+        return [self.recompute(form, value) if is_float(atom) else value.array for atom, value in pairs]
 
     def _cached(self, form: str, value: Value, compute: Callable[[], Array]) -> Array:
         key = (form, id(value))
         if key not in self._cache:
             self._cache[key] = (value, compute())  # the value too, or its id could be another's
         return self._cache[key][1]
+
+
+def _form_of_operands(form: str, value: Value, history: History) -> str:
+    """Returns the form in which the operands of a value are computed again; empty if it is not of its own form.
+
+    loss         everything, from where its arithmetic begins
+    shifted      the operand of exp: x - max, scaled or masked
+    peak         a largest number: in fp32 it changes no bit, but leaves no conversions in between
+    statistic    the operand of rsqrt or sqrt, if it comes from sums
+    centered     what a norm sums or scales: x, x^2, |x|, of x or of x - mean
+    """
+    eqn, values, name = history.eqn, history.values, history.eqn.primitive.name
+    moved, alone = name in LAYOUT and len(values) == 1, _has_one_operand(history)
+    if form == "shifted":
+        scaled = (name in _SCALED and alone) or _is_picked(value)
+        return "peak" if name == "sub" else "shifted" if scaled or moved else ""
+    if form == "peak":
+        return "" if not _is_peak(value) else "widened" if name == "reduce_max" else "peak"
+    if form == "statistic":
+        return "" if not history.sums else "centered" if name == "reduce_sum" else "statistic"
+    if form == "centered":
+        same = name == "mul" and values[0] is values[-1]
+        kept = same or moved or is_widening(eqn) or name in ("square", "integer_pow", "abs", "neg")
+        if kept or (name in ("mul", "select_n") and alone):
+            return "centered"
+        return "statistic" if name == "sub" and any(map(_comes_from_sums, values)) else ""
+    return form if form == "loss" else ""
 
 
 def _has_one_operand(history: History) -> bool:

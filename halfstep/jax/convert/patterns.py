@@ -37,7 +37,8 @@ from halfstep.jax.jaxpr import (
     REMAT,
     bind_wide,
     frames_of,
-    function_of,
+    functions_of,
+    inputs_of,
     is_float,
     parts_of_scan,
     words,
@@ -118,18 +119,14 @@ def _mark_promoted(jaxpr: Any, promoted: set[Var], ruled: set[Var]) -> None:
 def _bodies(eqn: Any) -> list[tuple[Any, list[tuple[Any, Var]]]]:
     """Returns the jaxprs that an equation runs and whose results are its own, each with its inputs in pairs.
 
-    A pair is an input of the equation and the variable of the jaxpr that it becomes: jaxprs take the last inputs.
+    A pair is an input of the equation and the variable of the jaxpr that it becomes.
     """
-    name, params = eqn.primitive.name, eqn.params
-    jaxprs: list[Any] = []
-    if name in INLINED or name == "scan":
-        jaxprs = [function_of(eqn).jaxpr]
-    elif name == "cond":
-        jaxprs = [branch.jaxpr for branch in params["branches"]]
-    elif name in REMAT:
-        jaxprs = [params["jaxpr"]]
-    last = [eqn.invars[len(eqn.invars) - len(each.invars) :] for each in jaxprs]
-    return [(each, list(zip(taken, each.invars, strict=True))) for taken, each in zip(last, jaxprs, strict=True)]
+    if eqn.primitive.name not in INLINED | REMAT | {"scan", "cond"}:
+        return []
+    return [
+        (inner, list(zip(inputs_of(eqn, inner, eqn.invars), inner.invars, strict=True)))
+        for inner, _ in functions_of(eqn)
+    ]
 
 
 def _is_in(atom: Any, variables: set[Var] | frozenset[Var]) -> bool:

@@ -69,10 +69,6 @@ class Value:
         """Whether it is rows of a parameter."""
         return self.owner is not None and self.owner.looked_up
 
-    def in_another_function(self, array: Any) -> "Value":
-        """Returns the value as the body of a loop or branch has it: its history is not seen there."""
-        return replace(self, array=array, history=None)
-
 
 @dataclass(frozen=True, eq=False)
 class History:
@@ -81,6 +77,11 @@ class History:
     eqn: Any
     values: tuple[Value, ...]
     sums: bool
+
+
+def in_function(values: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
+    """Returns values as the body of a loop or branch has them: other arrays, whose history is not seen there."""
+    return [replace(value, array=array, history=None) for value, array in zip(values, arrays, strict=True)]
 
 
 def floats_of(eqn: Any, values: Sequence[Value]) -> list[Value]:
@@ -96,8 +97,13 @@ def common_owner(values: Sequence[Value]) -> Owner | None:
     if any(owner.casts != owners[0].casts for owner in owners):
         return None
     names = tuple(dict.fromkeys(name for owner in owners for name in owner.names))
-    matrix, looked_up = any(owner.matrix for owner in owners), any(owner.looked_up for owner in owners)
-    return Owner(names, owners[0].casts, matrix, looked_up, owners[0].amaxes if len(names) == 1 else None)
+    return Owner(
+        names,
+        owners[0].casts,
+        matrix=any(owner.matrix for owner in owners),
+        looked_up=any(owner.looked_up for owner in owners),
+        amaxes=owners[0].amaxes if len(names) == 1 else None,
+    )
 
 
 def owner_on_masters(eqn: Any, values: Sequence[Value]) -> Owner | None:
@@ -118,12 +124,10 @@ def owner_on_masters(eqn: Any, values: Sequence[Value]) -> Owner | None:
 def owner_in_fp32(eqn: Any, values: Sequence[Value]) -> Owner | None:
     """Returns the owner of the results of any other equation whose floats are all fp32, as masters are."""
     owner = common_owner(floats_of(eqn, values))
-    return None if owner is None or owner.looked_up or not _is_fp32(eqn) else owner
-
-
-def _is_fp32(eqn: Any) -> bool:
+    if owner is None or owner.looked_up:
+        return None
     atoms = (atom for each in (eqn, *equations_inside(eqn)) for atom in (*each.invars, *each.outvars))
-    return all(atom.aval.dtype == jnp.float32 for atom in atoms if is_float(atom))
+    return owner if all(atom.aval.dtype == jnp.float32 for atom in atoms if is_float(atom)) else None
 
 
 def find_early_cast(values: Sequence[Value], eqn: Any) -> EarlyCast | None:

@@ -4,23 +4,20 @@ for finding in halfstep.jax.audit(loss_fn, params, batch, optax.adamw(1e-5)):
     print(finding)
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from halfstep.core.audit import engine
 from halfstep.core.audit.finding import Finding
-from halfstep.core.audit.record import Record
 from halfstep.core.policy import Policy, as_policy
 from halfstep.jax.convert.apply import Leaves, apply
 from halfstep.jax.convert.checks import call_checked
 from halfstep.jax.convert.interpret import cast_inside
-from halfstep.jax.instruments.collect.record import STEPS, Prepared, record_objective, record_of
-from halfstep.jax.instruments.collect.updates import Parameters
+from halfstep.jax.instruments.collect.record import STEPS, Prepared, record_of
 
 
 def audit(
@@ -46,39 +43,21 @@ def audit(
 
     `select` and `ignore` are ids of rules, or their beginnings: `ignore=["HS4"]`.
     """
+    prepared = None if policy is None else _prepare(as_policy(policy), cast, params)
     given: dict[str, Any] = {"rng": rng, "loss_scale": loss_scale, "steps": steps}
-    if policy is None:
-        record = record_of(loss_fn, params, batch, optimizer, **given)
-    else:
-        record = _record_under(as_policy(policy), cast, loss_fn, params, batch, optimizer, **given)
-    return engine.check(record, select, ignore)
+    return engine.check(record_of(loss_fn, params, batch, optimizer, prepared=prepared, **given), select, ignore)
 
 
-def _record_under(
-    policy: Policy,
-    cast: bool,
-    loss_fn: Callable[..., Any],
-    params: Any,
-    batch: Any,
-    optimizer: Any,
-    *,
-    rng: Any,
-    loss_scale: float,
-    steps: int,
-) -> Record:
-    """Returns the record of a training under a policy, with fp32 masters."""
+def _prepare(policy: Policy, cast: bool, params: Any) -> Prepared:
+    """Returns how halfstep runs a training under a policy, with fp32 masters."""
     applied, leaves = apply(params, policy), Leaves(params)
-    rest = (batch,) if rng is None else (batch, rng)
     call = partial(cast_inside, cast_batch=True) if cast else call_checked
 
-    def loss(masters: Mapping[str, Array]) -> Any:
+    def run(loss_fn: Callable[..., Any], masters: Mapping[str, Array], rest: Sequence[Any]) -> Any:
         # As a step does it: fp32 is fp32.
         with jax.default_matmul_precision("highest"):
             return call(loss_fn, leaves, applied, masters, rest)[0]
 
-    held = Parameters(params)
-    held = Parameters(held.rebuilt({name: leaf.astype(jnp.float32) for name, leaf in held.trained.items()}))
     compute = {name: str(precision.compute) for name, precision in applied.precisions.items()}
     masters = {name: str(param.format) for name, param in applied.masters.items()}
-    prepared = Prepared(str(policy), compute, masters)
-    return record_objective(loss, held, optimizer, loss_scale=loss_scale, steps=steps, prepared=prepared)
+    return Prepared(str(policy), compute, masters, run)

@@ -14,9 +14,8 @@ from halfstep.config.model import owner as module_of
 from halfstep.core.audit.coverage import IN_COMPUTE, Coverage, Row
 from halfstep.core.roles import Operand, print_value
 from halfstep.jax.convert.apply import Applied
-from halfstep.jax.convert.carrier import appears
+from halfstep.jax.convert.calls import appears
 from halfstep.jax.convert.interpret import Interpreter
-from halfstep.jax.convert.islands import Island
 from halfstep.jax.convert.values import Value
 from halfstep.jax.jaxpr import ISLANDS, is_float, line_of
 
@@ -29,7 +28,6 @@ class Recorder(Interpreter):
     def __init__(self, applied: Applied):
         super().__init__(applied.policy)
         self._notes = applied.measured.notes
-        self.island = self._islands = _Island(self._in_fp32)
         self._rows: Counter[Row] = Counter()
         self._sums: list[tuple[Any, Row]] = []  # of narrow numbers, by their equation
         self._pauses = False
@@ -37,16 +35,11 @@ class Recorder(Interpreter):
     def coverage(self) -> Coverage:
         """Returns the list. A sum that an island computed again, in fp32, is part of the island."""
         rows = self._rows.copy()
-        rows.update(row for eqn, row in self._sums if id(eqn) not in self._islands.recomputed)
+        rows.update(row for eqn, row in self._sums if id(eqn) not in self.island.recomputed)
         return Coverage(tuple(row._replace(calls=calls) for row, calls in rows.items()))
 
-    def _dot(self, eqn: Any, values: list[Value]) -> tuple[Any, bool]:
-        out = super()._dot(eqn, values)
-        self._note_product(eqn, values)
-        return out
-
-    def _conv(self, eqn: Any, values: list[Value]) -> tuple[Any, bool]:
-        out = super()._conv(eqn, values)
+    def _run_product(self, eqn: Any, values: list[Value]) -> tuple[Any, bool]:
+        out = super()._run_product(eqn, values)
         self._note_product(eqn, values)
         return out
 
@@ -119,16 +112,3 @@ class Recorder(Interpreter):
         else:
             why = f"multiplies in {self.base.compute}"
         self._note(Row(name, place, how, why))
-
-
-class _Island(Island):
-    """Knows the equations that it computed again."""
-
-    def __init__(self, widen: Callable[[Value], Any]):
-        super().__init__(widen)
-        self.recomputed: set[int] = set()
-
-    def _recompute(self, form: str, value: Value, pull: Callable[[Value], Any]) -> Any:
-        assert value.history is not None
-        self.recomputed.add(id(value.history.eqn))
-        return super()._recompute(form, value, pull)

@@ -4,10 +4,22 @@ They come from taps: identities that report what passes through them, as the gra
 `tap(x, slot, what)` returns x. Differentiated, it gives x the gradient that arrives, and the *slot* the numbers of
 x, or those of its gradient. So statistics leave a compiled step as gradients do: nothing is mutated, and neither
 jit nor scan, remat or shard_map need know of it.
+
+The layers of any loss function are found in its jaxpr, which then runs again with taps around each. A
+layer is an operation between activations and a parameter:
+
+    matmul       dot_general, convolutions, and functions with their own derivative that multiply
+    norm         a product of normalized numbers and a gain, or a norm of halfstep.jax
+    embedding    rows of a parameter, looked up by the batch
+
+Its name is that of the halfstep.jax layer around it, or of the module that owns the parameter. A scan that takes
+one slice of a parameter per turn has a layer per turn, `blocks.up[3]`; what a loop uses at each turn is one layer.
+Loops by `while`, branches, and sharded functions inside a loss run unwatched.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,118 +28,137 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from halfstep.config.model import owner
 from halfstep.core.formats import FP32, Format
 from halfstep.core.observed import AMAX, COLUMNS, ROLES, SAMPLED_ROLES, LayerInfo, limits
 from halfstep.core.precision import Precision, base_precision
 from halfstep.core.roles import is_narrow, print_value
+from halfstep.jax import jaxpr as jaxprs
 from halfstep.jax.convert.apply import Applied
 from halfstep.jax.fp8 import PREFIX
-from halfstep.jax.instruments.layers import Site, find_layers, run_with_taps
+from halfstep.jax.layers import SCOPE
 from halfstep.jax.numerics.cast import scale_for
 
 _INF = 0x7F800000
+_OURS = re.compile(rf"{SCOPE}([^/)]+)")
+_ELEMENTWISE = jaxprs.ARITHMETIC | jaxprs.LAYOUT | jaxprs.PASSED | {"convert_element_type", "reduce_precision"}
+
+
+# --- finding layers
 
 
 @dataclass(frozen=True)
-class Watched:
-    """The layers of a loss function: each name once, and which of them each place in the jaxpr is."""
+class Site:
+    """A layer in the jaxpr."""
 
-    layers: tuple[LayerInfo, ...]
-    weights: tuple[str | None, ...]  # the parameter of each layer; None of a slice of one, or of none
-    sites: tuple[Site, ...]
-    index: tuple[int, ...]  # the layers of the sites in order, one per turn of their loops
-    parameters: tuple[str, ...]
-
-    @classmethod
-    def of(cls, sites: Sequence[Site], applied: Applied, modules: Sequence[str]) -> "Watched":
-        """Names the layers of a function that runs under a policy."""
-        by_module, base = applied.by_module(modules), base_precision(applied.policy)
-        layers, parameters = dict[str, LayerInfo](), tuple(applied.masters)
-        weights: dict[str, str | None] = {}
-        index = []
-        for site in sites:
-            weight = site.weight or ""
-            precision = by_module.get(site.name) or applied.precisions.get(weight, base)
-            held = applied.masters[weight].format if weight in applied.masters else precision.compute
-            formats = _formats_of(site, precision, held)
-            for name in layer_names(site):
-                layers.setdefault(name, LayerInfo(name, site.kind, formats))
-                weights.setdefault(name, site.weight if name == site.name else None)
-                index.append([*layers].index(name))
-        return cls(tuple(layers.values()), tuple(weights.values()), tuple(sites), tuple(index), parameters)
-
-    def numbers(self, reported: Sequence[Array]) -> Array:
-        """Returns (layers, roles, columns) of what the slots of all sites report."""
-        sites = [site for site in self.sites for _ in ROLES]
-        rows = [_rows_by_layer(site, x) for site, x in zip(sites, reported, strict=True)]
-        roles = [jnp.concatenate(rows[role::2]) for role in range(len(ROLES))]
-        each, index = jnp.stack(roles, axis=1), np.array(self.index)
-        if len(self.index) == len(self.layers):
-            return each
-        sums, largest = (f(each, index, len(self.layers)) for f in (jax.ops.segment_sum, jax.ops.segment_max))
-        return jnp.where(jnp.arange(len(COLUMNS)) == AMAX, largest, sums)
+    name: str
+    kind: str  # matmul, norm, embedding
+    weight: str | None  # the parameter, if it has one
+    input: int | None  # which operand enters it; None of an embedding, where what leaves it counts as that too
+    entering: Any  # shape and dtype
+    leaving: Any
+    turns: tuple[tuple[int, bool], ...]  # of each loop around it: its length, and whether each turn is a layer
 
 
-def watched_gradient(
-    objective: Callable[..., Any],
-    masters: Mapping[str, Array],
-    rest: Sequence[Any],
-    applied: Applied,
-    modules: Sequence[str],
-    size: int,
-    *,
-    whole: bool = False,
-) -> tuple[Any, Any, Watched, list[Array]]:
-    """Returns gradients, what the objective returns beside the loss, the layers, and what they report by role.
-
-    `objective(masters, *rest)` returns (loss, others), as for jax.grad with has_aux.
-    """
-    closed, shape = jax.make_jaxpr(objective, return_shape=True)(masters, *rest)
-    names = [None if name.startswith(PREFIX) else name for name in sorted(masters)]
-    plan = find_layers(closed, [*names, *[None] * len(jax.tree.leaves(rest))])
-    watched = Watched.of(jax.tree.leaves(plan), applied, modules)
-    infos = {info.name: info for info in watched.layers}
-
-    def what(site: Site, role: int) -> What:
-        return What(size, role == 1, infos[layer_names(site)[0]].format(ROLES[role]), whole)
-
-    def slots_of(site: Site) -> tuple[Array, ...]:
-        shapes = (what(site, role).shape(x) for role, x in enumerate((site.entering, site.leaving)))
-        return tuple(jnp.zeros((*(length for length, _ in site.turns), *shape)) for shape in shapes)
-
-    def run(masters: Mapping[str, Array], slots: Any) -> Any:
-        arrays = jax.tree.leaves((masters, *rest))
-        out = run_with_taps(
-            closed.jaxpr, closed.consts, plan, slots, lambda s, role, x, slot: tap(x, slot, what(s, role)), arrays
-        )
-        return jax.tree.unflatten(jax.tree.structure(shape), out)
-
-    slots = jax.tree.map(slots_of, plan)
-    (grads, reported), others = jax.grad(run, argnums=(0, 1), has_aux=True)(masters, slots)
-    return grads, others, watched, jax.tree.leaves(reported)
+Plan = list[Any]
+"""For each equation of a jaxpr a layer, the plan of the function inside, or None."""
 
 
-def layer_names(site: Site) -> list[str]:
-    """Returns the layers of a site: one, or one for each turn of the loops that slice its parameter."""
-    lengths = [length for length, stacked in site.turns if stacked]
-    return [site.name + "".join(f"[{i}]" for i in turn) for turn in np.ndindex(*lengths)]
+@dataclass(frozen=True)
+class _Fact:
+    """What is known of a value."""
+
+    weight: str | None = None  # the parameter that it is, or comes from alone
+    fixed: bool = False  # computed from constants alone
+    root: bool = False  # a root was taken on the way here: it is being normalized
+    stacked: frozenset[int] = frozenset()  # the loops that take a slice of it per turn, by depth
 
 
-def _rows_by_layer(site: Site, rows: Array) -> Array:
-    """Returns one row per layer of a site."""
-    again = tuple(axis for axis, (_, stacked) in enumerate(site.turns) if not stacked)
-    return (merge_rows(rows, again) if again else rows).reshape(-1, len(COLUMNS))
+def find_layers(closed: Any, names: Sequence[str | None]) -> Plan:
+    """Returns where the layers of a function are; `names` are the parameters among its inputs."""
+    return _find(closed.jaxpr, [_Fact(name) for name in names], (), ())[0]
 
 
-def _formats_of(site: Site, precision: Precision, held: Format) -> dict[str, str]:
-    """Returns the format of a layer's input, its gradient and its weight, in words."""
-    operands = precision.operands if site.kind == "matmul" else (None, None)
-    pairs = zip((precision.compute, precision.grad), operands, strict=True)
-    roles = [print_value(own) if own is not None and is_narrow(own.format) else str(fmt) for fmt, own in pairs]
-    return dict(zip(SAMPLED_ROLES, (*roles, str(held)), strict=True))
+def _find(
+    jaxpr: Any, facts: Sequence[_Fact], turns: tuple[int, ...], scopes: tuple[str, ...]
+) -> tuple[Plan, list[_Fact]]:
+    plan: Plan = []
+
+    def equation(eqn: Any, given: list[_Fact]) -> list[_Fact]:
+        name, around = eqn.primitive.name, (*scopes, str(eqn.source_info.name_stack))
+        results = [_Fact()] * len(eqn.outvars)
+        if name in jaxprs.INLINED:
+            found, results = _find(jaxprs.functions_of(eqn)[0][0], given, turns, around)
+        elif name == "scan":
+            first, count = jaxprs.parts_of_scan(eqn)
+            along = [replace(fact, stacked=fact.stacked | {len(turns)}) for fact in given[first + count :]]
+            inside, loops = [*given[:first], *[_Fact()] * count, *along], (*turns, eqn.params["length"])
+            found, _ = _find(jaxprs.functions_of(eqn)[0][0], inside, loops, around)
+        elif name in jaxprs.REMAT:
+            found, _ = _find(jaxprs.functions_of(eqn)[0][0], given, turns, around)
+        elif (found := _site(eqn, given, turns, around)) is None:
+            results = [_fact_of_result(eqn, given)] * len(eqn.outvars)
+        plan.append(found)
+        return results
+
+    env = dict.fromkeys(jaxpr.constvars, _Fact(fixed=True)) | dict(zip(jaxpr.invars, facts, strict=True))
+    return plan, jaxprs.walk(jaxpr, env, lambda _: _Fact(fixed=True), equation)
 
 
-# --- taps
+def _site(eqn: Any, facts: Sequence[_Fact], turns: tuple[int, ...], scopes: tuple[str, ...]) -> Site | None:
+    kind, entering = _kind_of_layer(eqn, facts)
+    if not kind:
+        return None
+    weight = next((fact for fact in facts if fact.weight is not None), _Fact())
+    leaving = eqn.outvars[0].aval
+    ours = _OURS.findall("/".join(scopes))  # the innermost layer of halfstep.jax around it
+    return Site(
+        str(ours[-1]) if ours else owner(weight.weight or ""),
+        kind,
+        weight.weight,
+        entering,
+        leaving if entering is None else eqn.invars[entering].aval,
+        leaving,
+        tuple((length, depth in weight.stacked) for depth, length in enumerate(turns)),
+    )
+
+
+def _kind_of_layer(eqn: Any, facts: Sequence[_Fact]) -> tuple[str, int | None]:
+    """Returns the kind of layer that an operation is, empty if it is none, and which input enters it."""
+    name = eqn.primitive.name
+    floats = [i for i, atom in enumerate(eqn.invars) if jaxprs.is_float(atom)]
+    weights = [i for i in floats if facts[i].weight is not None]
+    entering = [
+        i for i in floats if facts[i].weight is None and not facts[i].fixed and eqn.invars[i].aval.size > 1
+    ]
+    if name == "gather":
+        return "embedding" if weights == [0] and not facts[1].fixed else "", None
+    if not entering:
+        return "", None
+    own_gradient = name.startswith("custom_vjp_call")
+    if weights and (name in jaxprs.PRODUCT or (own_gradient and jaxprs.multiplies(eqn))):
+        return "matmul", entering[0]
+    roots = own_gradient and any(each.primitive.name in ("rsqrt", "sqrt") for each in jaxprs.equations_inside(eqn))
+    normalizes = name == "mul" and bool(weights) and any(facts[i].root for i in entering)
+    return "norm" if roots or normalizes else "", entering[0]
+
+
+def _fact_of_result(eqn: Any, facts: Sequence[_Fact]) -> _Fact:
+    """Returns what is known of the results of an operation that is no layer."""
+    floats = [fact for fact, atom in zip(facts, eqn.invars, strict=True) if jaxprs.is_float(atom)]
+    weights = [fact for fact in floats if fact.weight is not None]
+    alone = bool(weights) and all(fact.weight is not None or fact.fixed for fact in floats)
+    name = eqn.primitive.name
+    root = name in ("rsqrt", "sqrt") or (name in _ELEMENTWISE and any(fact.root for fact in facts))
+    return _Fact(
+        weights[0].weight if alone and name != "gather" else None,
+        fixed=all(fact.fixed for fact in facts),
+        root=root and not alone,
+        stacked=frozenset().union(*(fact.stacked for fact in weights)) if alone else frozenset(),
+    )
+
+
+# --- running with taps
 
 
 @dataclass(frozen=True)
@@ -190,3 +221,155 @@ def merge_rows(rows: Array, axis: int | tuple[int, ...] = 0) -> Array:
     """Returns the columns, in the last dimension, of several rows together."""
     largest = jnp.arange(len(COLUMNS)) == AMAX
     return jnp.where(largest, jnp.max(rows, axis=axis, initial=0), jnp.sum(rows, axis=axis))
+
+
+Tap = Callable[[Site, int, Array, Array], Array]
+"""(layer, 0 for what enters it or 1 for what leaves it, x, its slot) -> x"""
+
+
+def run_with_taps(
+    jaxpr: Any, consts: Sequence[Any], plan: Plan, tap: Tap, slots: Plan, arrays: Sequence[Any]
+) -> list[Any]:
+    """Evaluates a jaxpr with taps at its layers; `slots` has a pair of them in the place of each layer."""
+    steps = zip(plan, slots, strict=True)
+
+    def equation(eqn: Any, arrays: list[Any]) -> list[Any]:
+        (found, slot), name = next(steps), eqn.primitive.name
+        if isinstance(found, Site):
+            if found.input is not None:
+                arrays[found.input] = tap(found, 0, arrays[found.input], slot[0])
+            y, *rest = jaxprs.bind(jaxpr, eqn, arrays)
+            if found.input is None:
+                y = tap(found, 0, y, slot[0])
+            return [tap(found, 1, y, slot[1]), *rest]
+        if name not in jaxprs.INLINED | jaxprs.REMAT | {"scan"}:
+            return jaxprs.bind(jaxpr, eqn, arrays)
+        [(inner, own)] = jaxprs.functions_of(eqn)
+        run = partial(run_with_taps, inner, own, found, tap)
+        if name == "scan":
+            return _scan(eqn, inner.outvars, run, slot, arrays)
+        return list((jaxprs.remat_again(eqn, run) if name in jaxprs.REMAT else run)(slot, arrays))
+
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arrays], strict=True))
+    return jaxprs.walk(jaxpr, env, lambda atom: atom.val, equation)
+
+
+def _scan(
+    eqn: Any, outvars: Sequence[Any], run: Callable[..., list[Any]], slots: Plan, arrays: Sequence[Any]
+) -> list[Any]:
+    first, count = jaxprs.parts_of_scan(eqn)
+    last = first + count
+
+    def body(carry: list[Any], parts: tuple[list[Any], Plan]) -> tuple[list[Any], list[Any]]:
+        rows, inside = parts
+        out = _as_declared(run(inside, [*arrays[:first], *carry, *rows]), outvars)
+        return out[:count], out[count:]
+
+    carry = _as_declared(arrays[first:last], eqn.invars[first:last])
+    ends, rows = jaxprs.scan_again(eqn, body, carry, (list(arrays[last:]), slots))
+    return [*ends, *rows]
+
+
+def _as_declared(arrays: Sequence[Any], atoms: Sequence[Any]) -> list[Any]:
+    return [jnp.asarray(x, atom.aval.dtype) for x, atom in zip(arrays, atoms, strict=True)]
+
+
+# --- the gradient
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The layers of a loss function: each name once, and which of them each place in the jaxpr is."""
+
+    layers: tuple[LayerInfo, ...]
+    weights: tuple[str | None, ...]  # the parameter of each layer; None of a slice of one, or of none
+    sites: tuple[Site, ...]
+    index: tuple[int, ...]  # the layers of the sites in order, one per turn of their loops
+    parameters: tuple[str, ...]
+
+    @classmethod
+    def of(cls, sites: Sequence[Site], applied: Applied, modules: Sequence[str]) -> "Watched":
+        """Names the layers of a function that runs under a policy."""
+        by_module, base = applied.by_module(modules), base_precision(applied.policy)
+        layers, parameters = dict[str, LayerInfo](), tuple(applied.masters)
+        weights: dict[str, str | None] = {}
+        index = []
+        for site in sites:
+            weight = site.weight or ""
+            precision = by_module.get(site.name) or applied.precisions.get(weight, base)
+            held = applied.masters[weight].format if weight in applied.masters else precision.compute
+            formats = _formats_of(site, precision, held)
+            for name in layer_names(site):
+                layers.setdefault(name, LayerInfo(name, site.kind, formats))
+                weights.setdefault(name, site.weight if name == site.name else None)
+                index.append([*layers].index(name))
+        return cls(tuple(layers.values()), tuple(weights.values()), tuple(sites), tuple(index), parameters)
+
+    def numbers(self, reported: Sequence[Array]) -> Array:
+        """Returns (layers, roles, columns) of what the slots of all sites report."""
+        sites = [site for site in self.sites for _ in ROLES]
+        rows = []
+        for site, x in zip(sites, reported, strict=True):
+            again = tuple(axis for axis, (_, stacked) in enumerate(site.turns) if not stacked)
+            rows.append((merge_rows(x, again) if again else x).reshape(-1, len(COLUMNS)))  # one of each layer
+        roles = [jnp.concatenate(rows[role::2]) for role in range(len(ROLES))]
+        each, index = jnp.stack(roles, axis=1), np.array(self.index)
+        if len(self.index) == len(self.layers):
+            return each
+        sums, largest = (f(each, index, len(self.layers)) for f in (jax.ops.segment_sum, jax.ops.segment_max))
+        return jnp.where(jnp.arange(len(COLUMNS)) == AMAX, largest, sums)
+
+
+def watched_gradient(
+    objective: Callable[..., Any],
+    masters: Mapping[str, Array],
+    rest: Sequence[Any],
+    applied: Applied,
+    modules: Sequence[str],
+    size: int,
+    *,
+    whole: bool = False,
+) -> tuple[Any, Any, Watched, list[Array]]:
+    """Returns gradients, what the objective returns beside the loss, the layers, and what they report by role.
+
+    `objective(masters, *rest)` returns (loss, others), as for jax.grad with has_aux.
+    """
+    closed, shape = jax.make_jaxpr(objective, return_shape=True)(masters, *rest)
+    names = [None if name.startswith(PREFIX) else name for name in sorted(masters)]
+    plan = find_layers(closed, [*names, *[None] * len(jax.tree.leaves(rest))])
+    watched = Watched.of(jax.tree.leaves(plan), applied, modules)
+    infos = {info.name: info for info in watched.layers}
+
+    def what(site: Site, role: int) -> What:
+        return What(size, role == 1, infos[layer_names(site)[0]].format(ROLES[role]), whole)
+
+    def slots_of(site: Site) -> tuple[Array, ...]:
+        shapes = (what(site, role).shape(x) for role, x in enumerate((site.entering, site.leaving)))
+        return tuple(jnp.zeros((*(length for length, _ in site.turns), *shape)) for shape in shapes)
+
+    def report(site: Site, role: int, x: Array, slot: Array) -> Array:
+        tapped: Array = tap(x, slot, what(site, role))
+        return tapped
+
+    def run(masters: Mapping[str, Array], slots: Any) -> Any:
+        arrays = jax.tree.leaves((masters, *rest))
+        out = run_with_taps(closed.jaxpr, closed.consts, plan, report, slots, arrays)
+        return jax.tree.unflatten(jax.tree.structure(shape), out)
+
+    slots = jax.tree.map(slots_of, plan)
+    (grads, reported), others = jax.grad(run, argnums=(0, 1), has_aux=True)(masters, slots)
+    return grads, others, watched, jax.tree.leaves(reported)
+
+
+def layer_names(site: Site) -> list[str]:
+    """Returns the layers of a site: one, or one for each turn of the loops that slice its parameter."""
+    lengths = [length for length, stacked in site.turns if stacked]
+    return [site.name + "".join(f"[{i}]" for i in turn) for turn in np.ndindex(*lengths)]
+
+
+def _formats_of(site: Site, precision: Precision, held: Format) -> dict[str, str]:
+    """Returns the format of a layer's input, its gradient and its weight, in words."""
+    operands = precision.operands if site.kind == "matmul" else (None, None)
+    pairs = zip((precision.compute, precision.grad), operands, strict=True)
+    roles = [print_value(own) if own is not None and is_narrow(own.format) else str(fmt) for fmt, own in pairs]
+    return dict(zip(SAMPLED_ROLES, (*roles, str(held)), strict=True))

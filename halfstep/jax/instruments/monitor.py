@@ -150,9 +150,7 @@ def first_rows(batch: Any, share: float) -> Any:
     return jax.tree.map(lambda x: x[:kept] if jnp.ndim(x) and jnp.shape(x)[0] == sizes[0] else x, batch)
 
 
-@jax.jit
-def _merge(one: Array, other: Array) -> Array:
-    return merge_rows(jnp.stack([one, other]))
+_merge = jax.jit(lambda one, other: merge_rows(jnp.stack([one, other])))
 
 
 def _weight_numbers(rows: Sequence[NDArray[np.floating[Any]]]) -> NDArray[np.floating[Any]]:

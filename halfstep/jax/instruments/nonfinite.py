@@ -12,7 +12,6 @@ A module is known by its weights: an operation belongs to the module whose weigh
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ import numpy as np
 from jax import Array
 
 from halfstep.core.audit.cause import Cause
-from halfstep.jax.jaxpr import INLINED, REMAT, bind, is_floating, line_of, walk
+from halfstep.jax.jaxpr import INLINED, REMAT, bind, functions_of, is_floating, line_of, walk
 
 FINE, MASKED, BAD = range(3)  # how bad an array is: -inf alone may be a mask
 _CALLS = INLINED | REMAT | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
@@ -36,7 +35,7 @@ def find_cause(
             return Cause("forward", f"the weight `{name}` itself", _owner(name))
     sums: list[Any] = []
     for number, batch in enumerate(micro_batches):
-        loss, gradients = _Walk().run(partial(_scaled, loss_fn, batch, scale), params)
+        loss, gradients = _Walk().run(lambda params, batch=batch: loss_fn(params, batch) * scale, params)
         shown = [("forward", "the loss", loss)]
         shown += [("backward", f"gradient of `{name}`", value) for name, value in gradients.items()]
         for where, name, value in shown:
@@ -51,16 +50,11 @@ def find_cause(
     return Cause("nowhere", "run again, the step is finite: dropout, another batch or a later update decides it")
 
 
-def _scaled(loss_fn: Callable[[Any, Any], Any], batch: Any, scale: float, params: Any) -> Any:
-    return loss_fn(params, batch) * scale
-
-
 @dataclass(frozen=True)
 class _Origin:
     operation: str
     module: str
-    follows: str  # the weight that was used before, if it takes none
-    line: str
+    line: str  # and after which weight, if it takes none
 
 
 @dataclass(frozen=True)
@@ -74,9 +68,7 @@ class _Value:
 def _cause(where: Any, name: str, origin: _Origin | None) -> Cause:
     if origin is None:
         return Cause(where, f"{name}, by what the function was given")
-    after = f" after `{origin.follows}`" if origin.follows else ""
-    place = origin.module or f"{origin.line}{after}"
-    return Cause(where, f"{place}, which {name} shows", origin.module, origin.operation)
+    return Cause(where, f"{origin.module or origin.line}, which {name} shows", origin.module, origin.operation)
 
 
 def _owner(weight: str) -> str:
@@ -90,31 +82,26 @@ class _Walk:
         self._recent = ""  # the weight that was used last
 
     def run(self, loss_fn: Callable[[Any], Any], params: Mapping[str, Array]) -> tuple[_Value, dict[str, _Value]]:
-        names, arrays = list(params), [params[name] for name in params]
-
         def loss(arrays: list[Array]) -> Any:
-            return loss_fn(dict(zip(names, arrays, strict=True)))
+            return loss_fn(dict(zip(params, arrays, strict=True)))
 
-        traced = jax.make_jaxpr(jax.value_and_grad(loss))(arrays)
-        given = [_Value(array, weight=name) for name, array in zip(names, arrays, strict=True)]
+        traced = jax.make_jaxpr(jax.value_and_grad(loss))([*params.values()])
+        given = [_Value(array, weight=name) for name, array in params.items()]
         first, *rest = self._evaluate(traced.jaxpr, traced.consts, given)
-        return first, dict(zip(names, rest, strict=True))
+        return first, dict(zip(params, rest, strict=True))
 
     def _evaluate(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[_Value]) -> list[_Value]:
-        known = [*zip(jaxpr.constvars, (_Value(c, _badness(c)) for c in consts), strict=True)]
-        known += zip(jaxpr.invars, args, strict=True)
+        constants = (_Value(const, _badness(const)) for const in consts)
         return walk(
             jaxpr,
-            known,
+            dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *args], strict=True)),
             lambda atom: _Value(atom.val, _literal_badness(atom.val)),
             lambda eqn, values: self._equation(jaxpr, eqn, values),
         )
 
     def _equation(self, jaxpr: Any, eqn: Any, values: list[_Value]) -> list[_Value]:
-        inner = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
-        if eqn.primitive.name in _CALLS and inner is not None:
-            consts = getattr(inner, "consts", ())
-            return self._evaluate(getattr(inner, "jaxpr", inner), consts, values)
+        if eqn.primitive.name in _CALLS:
+            return self._evaluate(*functions_of(eqn)[0], values)
         weights = [value.weight for value in values if value.weight]
         alone = weights[0] if weights and len(values) == 1 else ""
         self._recent = weights[0] if weights and not alone else self._recent
@@ -123,9 +110,9 @@ class _Walk:
         for array in bind(jaxpr, eqn, [value.array for value in values]):
             bad, origin = _badness(array), worst.origin
             if bad and (worst.bad == FINE or (worst.bad < bad and origin is None)):
+                after = f" after `{self._recent}`" if self._recent and not weights else ""
                 module = _owner(weights[0]) if weights else ""
-                follows, line = "" if weights else self._recent, line_of(eqn)
-                origin = _Origin(eqn.primitive.name, module, follows, line)
+                origin = _Origin(eqn.primitive.name, module, f"{line_of(eqn)}{after}")
             made.append(_Value(array, bad, origin if bad else None, alone))
         return made
 

@@ -38,12 +38,8 @@ _FLOAT32 = jnp.dtype(jnp.float32)
 
 def as_dimensions(dimension_numbers: Any) -> Dimensions:
     """Returns dimension numbers as hashable tuples."""
-    (left, right), (left_batch, right_batch) = dimension_numbers
-    return (_axes(left), _axes(right)), (_axes(left_batch), _axes(right_batch))
-
-
-def _axes(axes: Any) -> Axes:
-    return tuple(int(axis) for axis in axes)
+    contracted, batch = (tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
+    return contracted, batch  # type: ignore[return-value]
 
 
 def plain_dot(a: Array, b: Array, dims: Dimensions) -> Array:
@@ -86,19 +82,18 @@ def _casted_backward(
     grad_weight = _operand_gradient(g, x, of_weight, weight_first, operands, held, casts, (of_g, of_inputs))
     if held != p.grad_weight:
         grad_weight = carried(grad_weight, p.grad_weight)
-    each = ((x, p.operand), (w, p.operand), (g, p.grad_operand))
-    amaxes = None if past is None else jnp.stack([_history_amax(t, operand) for t, operand in each])
+    amaxes = None
+    if past is not None:  # of the operands that have one scale, for their history
+        each = ((x, p.operand), (w, p.operand), (g, p.grad_operand))
+        scaled = (is_narrow(operand.format) and operand.granularity == "tensor" for _, operand in each)
+        pairs = zip(each, scaled, strict=True)
+        amaxes = jnp.stack([amax_of(*operand) if has_scale else jnp.float32(0) for operand, has_scale in pairs])
     return grad_input.astype(x.dtype), grad_weight.astype(weight.dtype), amaxes
 
 
 casted_dot.defvjp(
     lambda x, weight, past, *rest: (casted_dot(x, weight, past, *rest), (x, weight, past)), _casted_backward
 )
-
-
-def _history_amax(x: Array, operand: Operand) -> Array:
-    """Returns the amax of an operand that has one scale, for its history."""
-    return amax_of(x, operand) if is_narrow(operand.format) and operand.granularity == "tensor" else jnp.float32(0)
 
 
 def in_compute(parameter: Array, casts: Casts) -> Array:
@@ -282,9 +277,6 @@ def convolve(eqn: Any, x: Array, master: Array, casts: Casts) -> Array:
     def three(x: Array, master: Array) -> Array:
         return held(conv(x, held(master, p.compute)), p.compute)
 
-    def forward(x: Array, master: Array) -> tuple[Array, tuple[Array, Array]]:
-        return three(x, master), (x, master)
-
     def backward(kept: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
         x, master = kept
         g, w = held(g, p.grad), held(master, p.compute)
@@ -293,5 +285,5 @@ def convolve(eqn: Any, x: Array, master: Array, casts: Casts) -> Array:
         (grad_weight,) = jax.linear_transpose(lambda t: conv(wide_x, t), master)(wide_g)
         return held(grad_input, p.grad), carried(grad_weight, p.grad_weight)
 
-    three.defvjp(forward, backward)
+    three.defvjp(lambda x, master: (three(x, master), (x, master)), backward)
     return three(x, master)

@@ -10,15 +10,14 @@ half, in fp32: XLA drops the way there and back, so a matmul reads the half as i
 The gradient is fp32 in both cases, and is the master's.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from halfstep.core.errors import UnsupportedOptimizerError
-from halfstep.core.formats import FP32, Format
+from halfstep.core.formats import FP32
 from halfstep.core.philox import tensor_id
 from halfstep.core.rounding import Rounding
 from halfstep.jax.convert.apply import Applied, Leaves
@@ -41,51 +40,39 @@ def hold(
 
     `step` counts updates, for stochastic rounding; without it all are rounded to nearest.
     """
-    pairs = {name: split(x) for name, x in wide.items() if applied.masters[name].split}
-    held = {
-        name: pairs[name][0] if name in pairs else _round_master(name, x, applied, seed, step)
-        for name, x in wide.items()
-    }
-    return held, {name: lo for name, (_, lo) in pairs.items()}
+    held, remainders = {}, {}
+    for name, x in wide.items():
+        param = applied.masters[name]
+        if param.split:
+            held[name], remainders[name] = split(x)
+        elif param.format == FP32:
+            held[name] = x
+        else:
+            rounding: Rounding = "nearest-even"
+            bits: Array | None = None
+            if param.stochastic and step is not None:
+                rounding = "stochastic"
+                bits = random_bits(x.shape, seed=seed, step=step, tensor=tensor_id(name))
+            rounded = quantize(x, param.format, overflow="inf", rounding=rounding, bits=bits)
+            held[name] = rounded if applied.policy.emulate else rounded.astype(dtype_of(param.format))
+    return held, remainders
 
 
-def _round_master(name: str, wide: Array, applied: Applied, seed: int, step: Array | None) -> Array:
-    param = applied.masters[name]
-    if param.format == FP32:
-        return wide
-    bits: Array | None = None
-    rounding: Rounding = "nearest-even"
-    if param.stochastic and step is not None:
-        bits, rounding = random_bits(wide.shape, seed=seed, step=step, tensor=tensor_id(name)), "stochastic"
-    rounded = quantize(wide, param.format, overflow="inf", rounding=rounding, bits=bits)
-    return rounded if applied.policy.emulate else rounded.astype(dtype_of(param.format))
-
-
-def widen_moments(leaves: Leaves, opt_state: Any, applied: Applied) -> Any:
+def widen_moments(leaves: Leaves, opt_state: Any) -> Any:
     """Returns an optimizer's state with its moments in fp32, as it sees them."""
-    return _convert_moments(leaves, opt_state, applied, lambda x, _: x.astype(jnp.float32))
+    return leaves.map_moments(lambda _, x: x.astype(jnp.float32), opt_state)
 
 
 def narrow_moments(leaves: Leaves, opt_state: Any, applied: Applied) -> Any:
     """Returns an optimizer's state with its moments in the formats of the policy."""
-    return _convert_moments(leaves, opt_state, applied, _narrow_moment)
 
+    def narrow(name: str, x: Array) -> Array:
+        if x.dtype != jnp.float32:
+            raise UnsupportedOptimizerError(
+                f"the optimizer itself keeps a moment in {x.dtype}",
+                hint="leave the format to the policy: drop mu_dtype and the like, and write `moments=bf16`",
+            )
+        fmt = applied.moments[name]
+        return carried(x, fmt).astype(dtype_of(fmt))
 
-def _convert_moments(
-    leaves: Leaves, opt_state: Any, applied: Applied, convert: Callable[[Array, Format], Array]
-) -> Any:
-    flat, treedef = jax.tree.flatten(opt_state)
-    owners = leaves.moments_of(opt_state)
-    return jax.tree.unflatten(
-        treedef,
-        [x if name is None else convert(x, applied.moments[name]) for x, name in zip(flat, owners, strict=True)],
-    )
-
-
-def _narrow_moment(x: Array, fmt: Format) -> Array:
-    if x.dtype != jnp.float32:
-        raise UnsupportedOptimizerError(
-            f"the optimizer itself keeps a moment in {x.dtype}",
-            hint="leave the format to the policy: drop mu_dtype and the like, and write `moments=bf16`",
-        )
-    return carried(x, fmt).astype(dtype_of(fmt))
+    return leaves.map_moments(narrow, opt_state)

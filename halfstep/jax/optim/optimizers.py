@@ -7,6 +7,7 @@ applied updates.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from halfstep.core.errors import OptimizerParametersError
 from halfstep.core.formats import FP32, TF32, Format, parse
 from halfstep.core.policy import Policy
 from halfstep.jax.numerics.cast import carried
-from halfstep.jax.numerics.dtypes import dtype_of
+from halfstep.jax.numerics.lowering import carrier_of
 from halfstep.jax.pytree import NamedTree
 
 # (updates applied so far, array namespace) -> what the learning rates are multiplied by, on the device
@@ -78,10 +79,7 @@ def muon(
 
 
 def build_optimizers(
-    model: ModelConfig,
-    config: OptimizerConfig,
-    schedule: Schedule | None = None,
-    momentum: Schedule | None = None,
+    model: ModelConfig, config: OptimizerConfig, schedule: Schedule | None = None, momentum: Schedule | None = None
 ) -> optax.GradientTransformation:
     """Returns Muon for the matrices in blocks if the recipe says so, and AdamW for the rest, by group."""
     groups = parameter_groups(model, config)
@@ -91,13 +89,8 @@ def build_optimizers(
     if config.name == "adamw":
         return adam
     group = next(group for group in groups if group.muon)
-    ours = muon(
-        group.rate,
-        config.muon_momentum,
-        group.weight_decay,
-        schedule=schedule,
-        momentum_schedule=momentum,
-    )
+    given: dict[str, Any] = {"schedule": schedule, "momentum_schedule": momentum}
+    ours = muon(group.rate, config.muon_momentum, group.weight_decay, **given)
     return optax.multi_transform(
         {"muon": ours, "adamw": adam},
         lambda params: {name: "muon" if name in group.names else "adamw" for name in params},
@@ -126,14 +119,10 @@ def orthogonalize(matrices: Array, iteration: Format, *, emulate: bool = False) 
     a, b, c = NEWTON_SCHULZ
     tf32 = iteration == TF32 and not emulate
     precision: Any = lax.DotAlgorithmPreset.TF32_TF32_F32 if tf32 else lax.Precision.HIGHEST
+    matmul = partial(jnp.matmul, precision=precision)
 
     def held(x: Array) -> Array:
-        if emulate:
-            return carried(x, iteration)
-        return x.astype(jnp.float32 if tf32 else dtype_of(iteration))
-
-    def matmul(x: Array, y: Array) -> Array:
-        return jnp.matmul(x, y, precision=precision)
+        return carried(x, iteration) if emulate else x.astype(carrier_of(iteration))
 
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices

@@ -143,9 +143,13 @@ def apply_sums(
     grads = {name: g * factor for name, g in wide.items()}
     loss = sums.loss / sums.weight
     masters = widen_masters(leaves.trained, state.remainders)
-    (held, remainders), opt_state, intended = _step_optimizer(
-        state, masters, leaves, applied, optimizer, grads, loss
-    )
+    # The optimizer sees fp32 alone; optax passes `extra` only to transforms that take it.
+    extra = {"value": loss, "policy": state.policy}
+    moments = widen_moments(leaves, state.opt_state)
+    steps, moments = optimizer.update(leaves.bare(grads), moments, leaves.bare(masters), **extra)
+    intended, opt_state = leaves.read(steps), narrow_moments(leaves, moments, applied)
+    stepped = {name: masters[name] + u.astype(jnp.float32) for name, u in intended.items()}
+    held, remainders = hold(stepped, applied, seed=state.seed, step=state.num_applied + 1)
     updates = None
     if report is not None:
         updates = report(masters, widen_masters(held, remainders), intended, wide, unscaled, finite)
@@ -166,22 +170,3 @@ def apply_sums(
         num_applied=state.num_applied + finite.astype(jnp.int32),
     )
     return following, StepResult(loss, ~finite, used.scale, norm, verdict.state.stuck, updates=updates)
-
-
-def _step_optimizer(
-    state: State,
-    masters: dict[str, Array],
-    leaves: Leaves,
-    applied: Applied,
-    optimizer: optax.GradientTransformationExtraArgs,
-    grads: dict[str, Array],
-    loss: Array,
-) -> tuple[tuple[dict[str, Array], dict[str, Array]], Any, dict[str, Array]]:
-    """Steps the optimizer in fp32; returns its parameters and moments in their own formats, and its updates."""
-    moments = widen_moments(leaves, state.opt_state, applied)
-    extra = {"value": loss, "policy": state.policy}  # optax passes these only to transforms that take them
-    updates, moments = optimizer.update(leaves.bare(grads), moments, leaves.bare(masters), **extra)
-    intended = leaves.read(updates)
-    wide = {name: masters[name] + u.astype(jnp.float32) for name, u in intended.items()}
-    held = hold(wide, applied, seed=state.seed, step=state.num_applied + 1)
-    return held, narrow_moments(leaves, moments, applied), intended

@@ -409,6 +409,16 @@ def test_activations_run_in_compute(activation):
     assert shape_of(lambda p, x: activation(x @ p["a"]["w"]), PARAMS, normal(4, 8)).dtype == jnp.bfloat16
 
 
+def test_an_operation_without_a_result_runs(capsys):
+    def fn(p, x):
+        jax.debug.print("{}", y := x @ p["a"]["w"])
+        return y
+
+    assert interpreted(fn, "bf16-mixed")(Leaves(PARAMS).trained, PARAMS, normal(4, 8)).dtype == jnp.bfloat16
+    jax.effects_barrier()
+    assert capsys.readouterr().out.startswith("[[")
+
+
 def test_attention_of_jax_is_no_narrow_softmax():
     def fn(p, x):
         q = (x @ p["a"]["w"]).reshape(1, 4, 2, 4)

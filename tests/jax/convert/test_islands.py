@@ -1,5 +1,7 @@
 """Softmax, norms and losses that a function writes itself: found whatever their form, and fp32 inside."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,15 +21,15 @@ X = (3 * np.random.default_rng(0).standard_normal((ROWS, WIDTH))).astype(jnp.bfl
 MASK = np.random.default_rng(1).random((ROWS, WIDTH)) < 0.7
 
 
+def interpreted(fn, params, x, policy="bf16-mixed", *, cast_batch=True):
+    """fn(params, x) under a policy."""
+    applied = apply(params, Policy.parse(policy))
+    return cast_inside(fn, Leaves(params), applied, params, (x,), cast_batch=cast_batch)[0]
+
+
 def under(fn, policy="bf16-mixed"):
     """fn(x) under a policy: x is the batch, and a parameter that changes nothing makes it a loss function."""
-    params = {"w": jnp.ones((2, 2))}
-    applied = apply(params, Policy.parse(policy))
-
-    def call(x):
-        return cast_inside(lambda p, x: fn(x), Leaves(params), applied, params, (x,), cast_batch=True)[0]
-
-    return call
+    return lambda x: interpreted(lambda p, x: fn(x), {"w": jnp.ones((2, 2))}, x, policy)
 
 
 def compiled(fn):
@@ -225,14 +227,9 @@ def products(jaxpr):
 @pytest.mark.parametrize("policy", some(["bf16-mixed", "fp16-mixed"], "bf16-mixed"))
 @pytest.mark.parametrize("case", some(PROMOTED, "rotary angles", "one_hot @ table", "a carry in fp32"))
 def test_tables_and_constants_do_not_promote_the_stream(case, policy):
-    applied = apply(PARAMS, Policy.parse(policy))
-
     def call(masters, x):
         with jax.default_matmul_precision("highest"):
-            return cast_inside(
-                lambda p, x: (jnp.float32(0), PROMOTED[case](p, x)),
-                Leaves(PARAMS), applied, masters, (x,), cast_batch=True,
-            )[0]  # fmt: skip
+            return interpreted(lambda p, x: (jnp.float32(0), PROMOTED[case](p, x)), masters, x, policy)
 
     x = X[:, :8]
     closed = jax.make_jaxpr(call)(PARAMS, x)
@@ -254,8 +251,7 @@ def test_angles_stay_fp32_where_positions_are_multiplied():
     def far(p, x):
         return jnp.cos(jnp.einsum("i,j->ij", 4096.0 + jnp.arange(4.0), jnp.ones(8) / 3)) * (x @ p["w"])
 
-    applied = apply(PARAMS, Policy.parse("bf16-mixed"))
-    y = cast_inside(far, Leaves(PARAMS), applied, PARAMS, (np.ones((4, 8), np.float32),), cast_batch=True)[0]
+    y = interpreted(far, PARAMS, np.ones((4, 8), np.float32))
     wanted = np.cos((4096 + np.arange(4.0))[:, None] / np.float32(3))
     assert np.abs(np.asarray(y, np.float64) - wanted).max() <= 2.0**-8 + 4100 * 2.0**-23
 
@@ -269,8 +265,7 @@ def test_a_mask_of_the_lowest_fp32_number_stays_finite_where_the_stream_was_prom
         x = x + TABLE
         return jax.nn.softmax(jnp.where(np.zeros((4, 4), bool), x @ x.T, lowest)) @ x @ p["w"]
 
-    applied = apply(PARAMS, Policy.parse("fp16-mixed"))
-    y = cast_inside(attend, Leaves(PARAMS), applied, PARAMS, (X[:, :8],), cast_batch=True)[0]
+    y = interpreted(attend, PARAMS, X[:, :8], "fp16-mixed")
     assert np.isfinite(np.asarray(y, np.float32)).all()
 
 
@@ -281,10 +276,7 @@ def test_a_number_that_compute_holds_is_added_and_selected_as_it_is():
         x = jax.nn.gelu(x + TABLE)
         return jax.nn.softmax(jnp.where(np.eye(4, dtype=bool), x @ x.T, -1e38)) @ x @ p["w"]
 
-    def loss(params, x):
-        applied = apply(params, Policy.parse("bf16-mixed"))
-        return cast_inside(attend, Leaves(params), applied, params, (x,), cast_batch=False)[0]
-
+    loss = partial(interpreted, attend, cast_batch=False)
     traced = jax.make_jaxpr(loss)(PARAMS, jnp.asarray(X[:, :8], jnp.bfloat16))
     assert str(traced).count("name=isinf") == 1  # of the table, whose numbers could be any
 
@@ -294,8 +286,7 @@ def test_what_the_function_asked_for_is_refused_with_its_line():
         wide = x.astype(jnp.float32)
         return jnp.cumsum(wide, 0) @ p["w"]
 
-    applied = apply(PARAMS, Policy.parse("bf16-mixed"))
     with pytest.raises(PolicyError, match=r"multiplies float32\[4, 8\] by `w`") as caught:
-        cast_inside(asked, Leaves(PARAMS), applied, PARAMS, (X[:, :8],), cast_batch=True)
+        interpreted(asked, PARAMS, X[:, :8])
     assert "converted to float32 at" in caught.value.hint
     assert "test_islands.py" in caught.value.hint

@@ -23,18 +23,20 @@ TABLE = np.zeros((32, 64), np.float32)  # promotes a stream to fp32 without chan
 ROUNDOFF = 2.0**-8  # of bf16: half the distance to the next number
 
 
+def interpreted(fn, params, x, policy="bf16-mixed"):
+    """fn(params, x) under a policy."""
+    applied = apply(params, Policy.parse(policy))
+    return cast_inside(fn, Leaves(params), applied, params, (x,), cast_batch=True)[0]
+
+
 def inside(fn, policy="bf16-mixed"):
     """A function of x in compute, under a policy: fn(x @ identity) @ identity, if it has as many columns."""
-    applied = apply(PARAMS, Policy.parse(policy))
 
     def between(p, x):
         y = fn(x @ p["w"])
         return y @ p["w"] if y.shape == X.shape else y
 
-    def run(x):
-        return cast_inside(between, Leaves(PARAMS), applied, PARAMS, (x,), cast_batch=True)[0]
-
-    return run
+    return lambda x: interpreted(between, PARAMS, x, policy)
 
 
 def rounded(x):
@@ -123,14 +125,13 @@ def test_the_gradient_of_a_label_is_summed_in_fp32_and_is_no_scatter(promoted):
     labels = np.arange(32)
     logits = rounded(X)
     logits[np.arange(32), labels] = 24.0  # p is 1 - 1e-8 or so
-    applied = apply(PARAMS, Policy.parse("bf16-mixed"))
 
     def loss(p, x):
         x = (x + TABLE if promoted else x) @ p["w"]
         return optax.softmax_cross_entropy_with_integer_labels(x, labels).sum()
 
     def run(x):
-        return cast_inside(loss, Leaves(PARAMS), applied, PARAMS, (x,), cast_batch=True)[0]
+        return interpreted(loss, PARAMS, x)
 
     found = np.asarray(jax.grad(run)(jnp.asarray(logits)), np.float64)
     wide = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
@@ -161,7 +162,6 @@ def test_exact_arithmetic_gives_the_same_in_the_format_as_in_fp32_and_rounded(na
 
 def test_a_bias_is_cast_before_it_is_broadcast_and_has_an_fp32_gradient():
     params = {"w": jnp.eye(8), "b": jnp.asarray(np.linspace(0.1, 0.8, 8, dtype=np.float32))}
-    applied = apply(params, Policy.parse("bf16-mixed"))
     x = np.random.default_rng(0).standard_normal((512, 8)).astype(np.float32)
 
     def loss(params, promote):
@@ -170,7 +170,7 @@ def test_a_bias_is_cast_before_it_is_broadcast_and_has_an_fp32_gradient():
             y = (y + TABLE[:1, :8] if promote else y) + p["b"]
             return (y @ p["w"]).astype(jnp.float32).sum()
 
-        return cast_inside(fn, Leaves(params), applied, params, (x,), cast_batch=True)[0]
+        return interpreted(fn, params, x)
 
     for promote in (False, True):
         grads = jax.grad(loss)(params, promote)

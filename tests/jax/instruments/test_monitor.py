@@ -14,8 +14,7 @@ from halfstep.core.observed import row_of as reference
 from halfstep.core.policy import as_policy
 from halfstep.core.roles import Operand
 from halfstep.jax.convert.apply import apply
-from halfstep.jax.instruments.gradient import row_of, watched_gradient
-from halfstep.jax.instruments.layers import find_layers
+from halfstep.jax.instruments.gradient import find_layers, row_of, watched_gradient
 from halfstep.jax.instruments.monitor import Monitor, first_rows
 from halfstep.jax.numerics.cast import quantize_scaled
 

@@ -123,24 +123,6 @@ def followed():
         return [exchanges(text) for text in programs()]
 
 
-def plain(kind):
-    """What is exchanged if weights are cast inside of the loss function and the sum is left to JAX."""
-    mesh, whole = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,)), PartitionSpec()
-
-    def mean(params, batch):
-        weighted, _ = loss(jax.tree.map(lambda p: p.astype(jnp.bfloat16), params), batch)
-        return weighted.total / (ROWS * LENGTH)
-
-    step = jax.grad(mean)
-    if kind == "shard_map":
-        step = jax.shard_map(step, mesh=mesh, in_specs=(whole, PartitionSpec("data")), out_specs=whole)
-    with dumped() as programs:
-        step = jax.jit(step, out_shardings=NamedSharding(mesh, whole), compiler_options={**COMPILER_OPTIONS})
-        rows = jax.device_put(next(batches(1, None)), NamedSharding(mesh, PartitionSpec("data")))
-        step.lower(jax.device_put(params(), NamedSharding(mesh, whole)), rows).compile()
-        return exchanges(programs()[0])
-
-
 def draw():
     """Returns the number that each device draws in each of two micro-batches."""
     mesh, optimizer = jax.make_mesh((4,), ("data",)), optax.sgd(RATE)

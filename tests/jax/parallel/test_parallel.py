@@ -63,15 +63,6 @@ def test_four_devices_make_the_updates_of_one(devices):
 
 
 @pytest.mark.prove
-def test_a_sum_that_is_left_to_jax_is_in_bf16(devices):
-    for kind in ("jit", "shard_map"):
-        found = devices(jobs.plain, kind)
-        assert {key[1] for key in found if key[2]} == {"bf16"}
-        with pytest.raises(AssertionError):
-            assert_summed_once_in_fp32([found, found])
-
-
-@pytest.mark.prove
 def test_jit_sums_over_devices_in_every_micro_batch(devices):
     """Without a mesh our step has fp32 gradients too, and the loop over micro-batches exchanges them."""
     partitioned, optimized = devices(jobs.followed)

@@ -21,12 +21,12 @@ from halfstep.jax.instruments.collect.graph import (
     Node,
     Stop,
     Value,
-    anything,
+    is_no_product,
     search_ahead,
     search_back,
     takes_weight,
 )
-from halfstep.jax.instruments.collect.operations import MOVES, format_name
+from halfstep.jax.instruments.collect.operations import MOVES, format_name, operation_of
 from halfstep.jax.jaxpr import ARITHMETIC, PRODUCT, bind, bind_wide, parts_of_scan, scan_again
 
 _WIDENED = ARITHMETIC | PRODUCT | {"convert_element_type", "add_any"}
@@ -39,15 +39,10 @@ def evaluated(graph: Graph) -> Callable[..., tuple[list[Any], list[Any]]]:
     """Returns a function of the graph's inputs that returns its outputs, and numbers of each narrow operation."""
 
     def run(*arrays: Any) -> tuple[list[Any], list[Any]]:
-        env = {id(value): array for value, array in zip(graph.inputs, arrays, strict=True)}
-        env |= {id(value): const for value, const in graph.consts}
-
-        def read(value: Value) -> Any:
-            return env.get(id(value), value.literal)
-
+        env = dict(zip(graph.inputs, arrays, strict=True)) | dict(graph.consts)
         numbers: list[Any] = []
         for node in graph.nodes:
-            taken = [read(value) for value in node.inputs]
+            taken = [env.get(value, value.literal) for value in node.inputs]
             if node.name == "scan":
                 out, more = _scan(node, taken)
                 numbers.append(more)
@@ -55,8 +50,8 @@ def evaluated(graph: Graph) -> Callable[..., tuple[list[Any], list[Any]]]:
                 out = bind(node.jaxpr, node.eqn, taken)
                 if _is_counted(node):
                     numbers.append(_numbers(node, taken, out))
-            env.update({id(value): array for value, array in zip(node.outputs, out, strict=True)})
-        return [read(value) for value in graph.outputs], numbers
+            env.update(zip(node.outputs, out, strict=True))
+        return [env.get(value, value.literal) for value in graph.outputs], numbers
 
     return run
 
@@ -96,25 +91,27 @@ def _numbers(node: Node, taken: Sequence[Any], out: Sequence[Any]) -> Array:
 def incidents(graph: Graph, names: Names, numbers: Sequence[Any]) -> Iterator[Operation]:
     """Yields the operations whose numbers left their format, by the names of their layers."""
     # Gradients of weights are none of activations.
-    small = {id(node) for node in _makers(graph.outputs, lambda node: node.name not in MOVES)}
-    for node, rows, turn in _with_numbers(graph, numbers):
+    small = {*_makers(graph.outputs, lambda node: node.name not in MOVES)}
+    for node, rows, looped in _with_numbers(graph, numbers):
         began = (rows[:, _OVERFLOW] > 0) & (rows[:, _BEFORE] == 0)
         lost = rows[:, _UNDERFLOW]
         if began.any():
             beyond = int(rows[began, _OVERFLOW].sum())
-            yield _operation(node, names, rows, turn and int(began.argmax()), overflow=beyond)
-        elif node.is_backward and id(node) not in small:
-            follows = any(id(maker) in small for maker in _makers(node.inputs, _is_counted))
+            turn = int(began.argmax()) if looped else None
+            yield _operation(node, names, rows, turn, overflow=beyond)
+        elif node.is_backward and node not in small:
+            follows = not small.isdisjoint(_makers(node.inputs, _is_counted))
             much = lost.sum() >= UNDERFLOW_SHARE * rows[:, _COUNT].sum()
             if much and not follows:
-                yield _operation(node, names, rows, turn and int(lost.argmax()), underflow=int(lost.sum()))
+                turn = int(lost.argmax()) if looped else None
+                yield _operation(node, names, rows, turn, underflow=int(lost.sum()))
             if much or (follows and rows[:, _AMAX].max() < _SMALLEST_NORMAL):
-                small.add(id(node))
+                small.add(node)
 
 
 def _makers(values: Sequence[Value], stop: Stop) -> list[Node]:
     """Returns the nearest operations of a kind before values."""
-    return [node for value in values for node in search_back(value, stop, past=anything)]
+    return [node for value in values for node in search_back(value, stop)]
 
 
 def _with_numbers(graph: Graph, numbers: Sequence[Any]) -> Iterator[tuple[Node, NDArray[np.float32], bool]]:
@@ -129,38 +126,29 @@ def _with_numbers(graph: Graph, numbers: Sequence[Any]) -> Iterator[tuple[Node, 
 
 
 def _operation(
-    node: Node, names: Names, rows: NDArray[np.float32], turn: int | bool, *, overflow: int = 0, underflow: int = 0
+    node: Node, names: Names, rows: NDArray[np.float32], turn: int | None, *, overflow: int = 0, underflow: int = 0
 ) -> Operation:
     name = _layer_of_gradient(node, names) if node.is_backward else names.of(node)
-    return Operation(
-        f"{name}[{turn}]" if turn is not False and _is_stacked(node) else name,
+    stacked = any(  # the loop gives it one slice of a parameter at each turn
+        value.made_by or not value.before or value.aval.shape != value.before[0].aval.shape
+        for value in node.inputs
+        if value.weight is not None
+    )
+    return operation_of(
+        node,
         "matmul" if node.name in PRODUCT else "other",
-        [format_name(value.dtype) for value in node.inputs if value.is_float],
-        [format_name(value.dtype) for value in node.outputs if value.is_float],
         format_name(node.outputs[0].dtype),
-        count=1,
+        f"{name}[{turn}]" if turn is not None and stacked else name,
         amax=float(rows[:, _AMAX].max()),
         overflow=overflow,
         underflow=underflow,
-        place=node.place,
-        backward=node.is_backward,
         elements=int(rows[:, _COUNT].sum()),
         function=node.name,
     )
 
 
-def _is_stacked(node: Node) -> bool:
-    """Whether a loop gives the node one slice of a parameter at each turn."""
-    taken = (value for value in node.inputs if value.weight is not None)
-    return any(value.outside is None or value.aval.shape != value.outside.aval.shape for value in taken)
-
-
 def _layer_of_gradient(node: Node, names: Names) -> str:
     """Returns the layer whose gradient this is: the one that multiplies it by its weight next."""
-    if node.weights:
-        return names.of(node)
-    for value in node.outputs:
-        found = search_ahead(value, takes_weight, past=lambda node: node.name not in PRODUCT)
-        if found:
-            return names.of(found[0])
-    return names.of(node)
+    following = (search_ahead(value, takes_weight, past=is_no_product) for value in node.outputs)
+    found = [] if node.weights else [each for nodes in following for each in nodes[:1]]
+    return names.of(found[0] if found else node)

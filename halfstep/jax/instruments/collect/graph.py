@@ -13,17 +13,27 @@ A jaxpr has no modules, so the name of a layer comes from what there is:
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
+from posixpath import commonpath
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params
 
 from halfstep.core.rules import owner
-from halfstep.jax.jaxpr import INLINED, LAYOUT, PRODUCT, REMAT, frames_of, function_of, parts_of_scan, walk
+from halfstep.jax.jaxpr import (
+    INLINED,
+    LAYOUT,
+    PRODUCT,
+    REMAT,
+    frames_of,
+    functions_of,
+    inputs_of,
+    parts_of_scan,
+    walk,
+)
 
 _OPENED = INLINED | REMAT | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "remat_call"}
+_BODIES = {"scan", "cond", "while", "shard_map"}
 _TRANSFORMS = re.compile(r"\w+\(|\)")
 _CASTS = frozenset({"convert_element_type", "optimization_barrier", "reduce_precision", "device_put"})
 # Third-party code: a place in it says nothing to a user.
@@ -37,11 +47,9 @@ class Value:
     aval: Any
     literal: Any = None  # its value, if it is written out
     made_by: "Node | None" = None
-    outside: "Value | None" = None  # of an input of a body: what comes in
-    inside: "list[Value]" = field(default_factory=list)  # of an output of a node with bodies: what becomes it
-    becomes: "list[Value]" = field(default_factory=list)  # of an output of a body: what it is outside
+    before: "list[Value]" = field(default_factory=list)  # what it is made from, or what comes into a body
     taken_by: "list[Node]" = field(default_factory=list)
-    enters: "list[Value]" = field(default_factory=list)  # what it is inside bodies
+    after: "list[Value]" = field(default_factory=list)  # what it is inside bodies, or outside of its own
     weight: str | None = None  # the parameter that it is, moved or cast at most
 
     @property
@@ -67,7 +75,7 @@ class Node:
     eqn: Any
     jaxpr: Any
     inputs: list[Value]
-    outputs: list[Value]
+    outputs: list[Value] = field(default_factory=list)
     around: tuple[Any, ...] = ()  # the equations whose functions it is in, outermost first
     bodies: "list[Graph]" = field(default_factory=list)
 
@@ -107,9 +115,9 @@ class Graph:
     """A jaxpr."""
 
     inputs: list[Value]
-    outputs: list[Value]
-    nodes: list[Node]
-    consts: list[tuple[Value, Any]]
+    outputs: list[Value] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    consts: list[tuple[Value, Any]] = field(default_factory=list)
 
     def all_nodes(self) -> Iterator[Node]:
         """Yields every node, those of bodies after their owner."""
@@ -122,11 +130,11 @@ class Graph:
 def graph_of(closed: Any, names: Sequence[str | None]) -> Graph:
     """Returns the graph of a closed jaxpr; `names` are those of the parameters among its inputs."""
     inputs = [Value(var.aval, weight=name) for var, name in zip(closed.jaxpr.invars, names, strict=True)]
-    return _graph(closed.jaxpr, closed.consts, inputs)
+    return _graph(closed.jaxpr, closed.consts, inputs, ())
 
 
-def _graph(jaxpr: Any, consts: Sequence[Any], inputs: list[Value], around: tuple[Any, ...] = ()) -> Graph:
-    graph = Graph(inputs, [], [], [])
+def _graph(jaxpr: Any, consts: Sequence[Any], inputs: list[Value], around: tuple[Any, ...]) -> Graph:
+    graph = Graph(inputs)
     graph.outputs = _opened(graph, jaxpr, consts, inputs, around)
     return graph
 
@@ -139,21 +147,25 @@ def _opened(
     graph.consts += zip(constants, consts, strict=True)
 
     def equation(eqn: Any, taken: list[Value]) -> list[Value]:
-        inner = next(iter(jaxprs_in_params(eqn.params)), None) if eqn.primitive.name in _OPENED else None
-        if inner is not None and len(inner.invars) == len(taken):
-            return _opened(graph, inner, getattr(function_of(eqn), "consts", ()), taken, (*around, eqn))
-        node = Node(eqn, jaxpr, taken, [Value(var.aval) for var in eqn.outvars], around)
-        for value in node.outputs:
-            value.made_by = node
+        if eqn.primitive.name in _OPENED and (inside := functions_of(eqn)):
+            [(inner, own)] = inside
+            return _opened(graph, inner, own, taken, (*around, eqn))
+        node = Node(eqn, jaxpr, taken, around=around)
+        node.outputs = [Value(var.aval, made_by=node, before=taken) for var in eqn.outvars]
         for value in taken:
             value.taken_by.append(node)
         _name_weight(node)
-        _add_bodies(node)
+        if node.name in _BODIES:
+            node.bodies = [_body(node, *each) for each in functions_of(eqn)]
+            for value, *inside in zip(node.outputs, *(body.outputs for body in node.bodies), strict=True):
+                value.before = inside
+                for each in inside:
+                    each.after.append(value)
         graph.nodes.append(node)
         return node.outputs
 
-    known = zip([*jaxpr.invars, *jaxpr.constvars], [*inputs, *constants], strict=True)
-    return walk(jaxpr, known, lambda atom: Value(atom.aval, literal=atom.val), equation)
+    env = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*inputs, *constants], strict=True))
+    return walk(jaxpr, env, lambda atom: Value(atom.aval, literal=atom.val), equation)
 
 
 def _name_weight(node: Node) -> None:
@@ -163,47 +175,19 @@ def _name_weight(node: Node) -> None:
         node.outputs[0].weight = floats[0].weight
 
 
-def _add_bodies(node: Node) -> None:
-    name, params = node.name, node.eqn.params
-    if name == "scan":
-        first, count = parts_of_scan(node.eqn)
-        body = _body(node, params["jaxpr"].jaxpr, params["jaxpr"].consts, node.inputs)
-        for value in body.inputs[first : first + count]:
-            value.weight = None  # it changes from one turn to the next
-    elif name == "cond":
-        for branch in params["branches"]:
-            _body(node, branch.jaxpr, branch.consts, node.inputs[1:])
-    elif name == "shard_map":
-        _body(node, params["jaxpr"], (), node.inputs)
-    elif name == "while":
-        closed, skipped, own = params["body_jaxpr"], params["cond_nconsts"], params["body_nconsts"]
-        taken = node.inputs[skipped : skipped + own] + node.inputs[skipped + own :]
-        _body(node, closed.jaxpr, closed.consts, taken)
-
-
-def _body(node: Node, jaxpr: Any, consts: Sequence[Any], outside: Sequence[Value]) -> Graph:
+def _body(node: Node, jaxpr: Any, consts: Sequence[Any]) -> Graph:
     inputs = []
-    for var, value in zip(jaxpr.invars, outside, strict=True):
-        inputs.append(Value(var.aval, outside=value, weight=value.weight))
-        value.enters.append(inputs[-1])
-    body = _graph(jaxpr, consts, inputs, (*node.around, node.eqn))
-    for within, value in zip(body.outputs, node.outputs, strict=True):
-        value.inside.append(within)
-        within.becomes.append(value)
-    node.bodies.append(body)
-    return body
+    for var, value in zip(jaxpr.invars, inputs_of(node.eqn, jaxpr, node.inputs), strict=True):
+        inputs.append(Value(var.aval, before=[value], weight=value.weight))
+        value.after.append(inputs[-1])
+    if node.name == "scan":
+        first, count = parts_of_scan(node.eqn)
+        for value in inputs[first : first + count]:
+            value.weight = None  # it changes from one turn to the next
+    return _graph(jaxpr, consts, inputs, (*node.around, node.eqn))
 
 
 # --- searching
-
-
-def before(value: Value) -> list[Value]:
-    """Returns what a value is made from."""
-    if value.outside is not None:
-        return [value.outside]
-    if value.inside:
-        return value.inside
-    return value.made_by.inputs if value.made_by is not None else []
 
 
 Stop = Callable[[Node], bool]
@@ -219,20 +203,22 @@ def takes_weight(node: Node) -> bool:
     return bool(node.weights)
 
 
-def anything(node: Node) -> bool:
-    """Returns True: a search looks past every node."""
-    return True
+def is_no_product(node: Node) -> bool:
+    """Returns whether a node is anything but a matmul or a convolution."""
+    return node.name not in PRODUCT
 
 
-def search_back(value: Value, stop: Stop, *, past: Stop) -> list[Node]:
+def search_back(value: Value, stop: Stop, *, past: Stop = lambda node: True) -> list[Node]:
     """Returns the nearest nodes before a value at which to stop, looking past nodes of one kind only."""
 
     def look(value: Value, found: list[Node]) -> list[Value]:
-        node = None if value.inside or value.outside is not None else value.made_by
-        if node is not None and stop(node):
+        node = value.made_by
+        if node is None or node.bodies:
+            return value.before
+        if stop(node):
             found.append(node)
             return []
-        return before(value) if node is None or past(node) else []
+        return value.before if past(node) else []
 
     return _search(value, look)
 
@@ -241,7 +227,7 @@ def search_ahead(value: Value, stop: Stop, *, past: Stop) -> list[Node]:
     """Returns the nearest nodes after a value at which to stop, looking past nodes of one kind only."""
 
     def look(value: Value, found: list[Node]) -> list[Value]:
-        following = [*value.enters, *value.becomes]
+        following = [*value.after]
         for node in value.taken_by:
             if stop(node):
                 found.append(node)
@@ -255,11 +241,11 @@ def search_ahead(value: Value, stop: Stop, *, past: Stop) -> list[Node]:
 def _search(value: Value, look: Callable[[Value, list[Node]], list[Value]]) -> list[Node]:
     """Looks at values breadth-first: `look` adds the nodes it finds and returns the values to look at next."""
     found: list[Node] = []
-    seen, queue = {id(value)}, [value]
-    while queue:
-        following = look(queue.pop(0), found)
-        queue += [each for each in following if id(each) not in seen]
-        seen |= {id(each) for each in following}
+    seen, queue = {value}, [value]
+    for each in queue:  # which grows meanwhile
+        following = look(each, found)
+        queue += [value for value in following if value not in seen]
+        seen.update(following)
     return found
 
 
@@ -292,7 +278,7 @@ class Names:
     def _ahead(self, node: Node) -> str:
         """Returns the layer that takes the result: of a norm its own gain, or else the matmul after it."""
         for value in node.outputs:
-            for found in search_ahead(value, takes_weight, past=lambda node: node.name not in PRODUCT):
+            for found in search_ahead(value, takes_weight, past=is_no_product):
                 if not found.is_backward:
                     name = owner(found.weights[0])
                     return name if found.name not in PRODUCT else f"norm before {name}"
@@ -300,19 +286,12 @@ class Names:
 
     def _back(self, node: Node) -> str:
         """Returns the layer that the inputs come from; of several, what they share."""
-        owners: list[str] = []
-        values: Sequence[Value] = node.inputs
-        for value in values:
-            found = search_back(value, takes_weight, past=anything)
-            nearest = [owner(each.weights[0]) for each in found[:4]]
-            owners += [name for name in nearest if name not in owners]
-        return common_module(owners)
+        nearest = [search_back(value, takes_weight)[:4] for value in node.inputs]
+        return common_module([*dict.fromkeys(owner(each.weights[0]) for found in nearest for each in found)])
 
 
 def common_module(names: Sequence[str]) -> str:
     """Returns the innermost module that holds all of these; the first of them, if there is none."""
-    if len(names) < 2:
-        return names[0] if names else ""
-    columns = zip(*(name.split(".") for name in names), strict=False)
-    parts = [column[0] for column in takewhile(lambda column: len({*column}) == 1, columns)]
-    return ".".join(parts) or names[0]
+    if not names:
+        return ""
+    return commonpath([name.replace(".", "/") for name in names]).replace("/", ".") or names[0]

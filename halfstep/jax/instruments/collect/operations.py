@@ -12,7 +12,6 @@ The format `inside` is the narrowest on the way.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -25,7 +24,6 @@ from halfstep.jax.instruments.collect.graph import (
     Names,
     Node,
     Value,
-    before,
     named,
     search_ahead,
     search_back,
@@ -48,7 +46,7 @@ def operations_of(graph: Graph, names: Names) -> Iterator[Operation]:
         if not node.is_backward:
             yield from _forward(node, names)
         if node.name in _REDUCTIONS and node.inputs and node.inputs[0].is_float:
-            yield _operation(names, node, "reduction", node.inputs[:1])
+            yield operation_of(node, "reduction", _narrowest(node.inputs[:1]), names.of(node))
         if node.name == "scan":
             yield from _accumulations(node, names, gradients)
     yield from _scalar_loss(graph.outputs[0])
@@ -58,67 +56,54 @@ def _forward(node: Node, names: Names) -> Iterator[Operation]:
     if node.name in _ROOTS:
         squares = search_back(node.inputs[0], lambda node: bool(_squared([node])), past=named(_SCALINGS))
         if squares and node.inputs[0].is_float:
-            yield _operation(names, node, "norm", [*node.inputs, *node.outputs, *_squared(squares)], ahead=True)
+            inside = _narrowest([*node.inputs, *node.outputs, *_squared(squares)])
+            yield operation_of(node, "norm", inside, names.of(node, ahead=True))
     elif node.name in ("exp", "exp2"):
         kind = _kind_of_exponential(node)
         if kind is not None:
-            yield _operation(names, node, kind, [*node.inputs, *node.outputs])
+            yield operation_of(node, kind, _narrowest([*node.inputs, *node.outputs]), names.of(node))
     elif node.name in _CHOICES:
         products = search_back(
             node.inputs[0], lambda node: node.name in PRODUCT and bool(node.weights), past=named(_PROBABILITY)
         )
         for product in products[:1]:
-            way = [node.inputs[0], *product.outputs, *_exponentials_between(product, node)]
-            yield _operation(names, product, "router", way)
-    elif node.name in PRODUCT:
-        yield from _matmul(node, names)
+            powers = search_back(node.inputs[0], named({"exp", "logistic"}), past=named(_SCALINGS))
+            way = [node.inputs[0], *product.outputs, *(value for power in powers for value in power.outputs)]
+            yield operation_of(product, "router", _narrowest(way), names.of(product))
+    elif node.name in PRODUCT and all(value.is_float for value in node.inputs[:2]):
+        formats = {format_name(value.dtype) for value in node.inputs[:2]}
+        inside = formats.pop() if len(formats) == 1 else "fp32"
+        yield operation_of(node, "matmul", inside, names.of(node), promoted=_is_promoted(node))
 
 
 def _squared(sums: Sequence[Node]) -> list[Value]:
     """Returns the squares that nodes sum, and what was squared."""
     values: list[Value] = []
     for node in sums:
-        if node.name not in _SUMS:
-            continue
         if node.name == "dot_general":
             values += node.inputs[:1] if node.inputs[0] is node.inputs[1] else []
-            continue
-        for square in search_back(node.inputs[0], _is_square, past=named(MOVES | {"mul"})):
-            values += [value for value in (*square.inputs, *square.outputs) if value.is_float]
+        elif node.name in _SUMS:
+            for square in search_back(node.inputs[0], _is_square, past=named(MOVES | {"mul"})):
+                values += [value for value in (*square.inputs, *square.outputs) if value.is_float]
     return values
 
 
 def _is_square(node: Node) -> bool:
-    if node.name == "mul":
-        return node.inputs[0] is node.inputs[1]
-    return node.name == "square" or (node.name == "integer_pow" and node.eqn.params.get("y") == 2)
+    same = node.name == "mul" and node.inputs[0] is node.inputs[1]
+    return same or node.name == "square" or (node.name == "integer_pow" and node.eqn.params["y"] == 2)
 
 
 def _kind_of_exponential(node: Node) -> OperationKind | None:
     sums = search_ahead(node.outputs[0], named({"reduce_sum"}), past=named(MOVES))
     for total in (each for each in sums if not each.is_backward):
         uses = search_ahead(total.outputs[0], named({"log", "div"}), past=named(MOVES))
-        if any(use.name == "log" and not use.is_backward for use in uses):
+        names = {use.name for use in uses if not use.is_backward}
+        if "log" in names:
             return "loss"
-        if any(use.name == "div" and not use.is_backward for use in uses):
+        if "div" in names:
             chosen = search_ahead(node.outputs[0], named(_CHOICES), past=named(_SCALINGS))
             return "router" if chosen else "softmax"
     return None
-
-
-def _exponentials_between(product: Node, end: Node) -> list[Value]:
-    """Returns the exponentials between a router's matmul and its choice."""
-    nodes = search_back(end.inputs[0], named({"exp", "logistic"}), past=named(_SCALINGS))
-    return [value for node in nodes if node is not product for value in node.outputs]
-
-
-def _matmul(node: Node, names: Names) -> Iterator[Operation]:
-    a, b = node.inputs[:2]
-    if not (a.is_float and b.is_float):
-        return
-    formats = {format_name(value.dtype) for value in (a, b)}
-    inside = formats.pop() if len(formats) == 1 else "fp32"
-    yield _operation(names, node, "matmul", node.outputs, promoted=_is_promoted(node), inside=inside)
 
 
 def _is_promoted(node: Node) -> bool:
@@ -128,16 +113,12 @@ def _is_promoted(node: Node) -> bool:
         return not all(value.is_narrow for value in node.outputs)
     if a.is_narrow:
         return False
-    makers = [value.made_by for value in (a, b) if value.made_by is not None]
-    return any(
-        maker.name == "convert_element_type" and maker.inputs[0].is_narrow and _is_implicit(maker)
-        for maker in makers
-    )
-
-
-def _is_implicit(node: Node) -> bool:
-    called = [frame.function_name.rpartition(".")[2] for frame in frames_of(node.eqn)]
-    return any(name.startswith("promote") for name in called) and "astype" not in called
+    for maker in (a.made_by, b.made_by):
+        if maker is not None and maker.name == "convert_element_type" and maker.inputs[0].is_narrow:
+            called = [frame.function_name.rpartition(".")[2] for frame in frames_of(maker.eqn)]
+            if any(name.startswith("promote") for name in called) and "astype" not in called:
+                return True
+    return False
 
 
 def fp32_matmul() -> str | None:
@@ -153,38 +134,36 @@ def fp32_matmul() -> str | None:
     return "tf32" if tensor_cores else None
 
 
-def _gradients(graph: Graph) -> dict[int, str]:
+def _gradients(graph: Graph) -> dict[Value, str]:
     """Returns the parameter of each value that becomes its gradient, moved, cast or added to at most."""
-    found: dict[int, str] = {}
-    names = [value.weight for value in graph.inputs]
-    for name, last in zip(names, graph.outputs[-len(names) :], strict=True):
+    found: dict[Value, str] = {}
+    for weight, last in zip(graph.inputs, graph.outputs[-len(graph.inputs) :], strict=True):
         queue = [last]
-        while queue:
-            value = queue.pop()
-            found[id(value)] = owner(name or "")
+        for value in queue:  # which grows meanwhile
+            found[value] = owner(weight.weight or "")
             if value.made_by is not None and value.made_by.name in MOVES | {"add_any"}:
                 queue += value.made_by.inputs
     return found
 
 
-def _accumulations(scan: Node, names: Names, gradients: Mapping[int, str]) -> Iterator[Operation]:
+def _accumulations(scan: Node, names: Names, gradients: Mapping[Value, str]) -> Iterator[Operation]:
     """Yields the carried values of a loop that only have something added, such as gradients of micro-batches."""
     first, count = parts_of_scan(scan.eqn)
     body = scan.bodies[0]
     states = zip(body.inputs[first : first + count], body.outputs[:count], scan.outputs[:count], strict=True)
     for carried, total, result in states:
         node = total.made_by
-        adds = node is not None and node.name in ("add", "add_any") and carried in node.inputs
-        if adds and carried.taken_by == [node] and carried.is_float and carried.aval.ndim:
-            assert node is not None
-            summed = _operation(names, node, "accumulation", [carried], count=scan.eqn.params["length"])
-            yield replace(summed, module=gradients.get(id(result), summed.module))
+        if node is None or node.name not in ("add", "add_any") or carried.taken_by != [node]:
+            continue
+        if carried.is_float and carried.aval.ndim:
+            module, count = gradients.get(result, names.of(node)), scan.eqn.params["length"]
+            yield operation_of(node, "accumulation", _narrowest([carried]), module, count=count)
 
 
 def _scalar_loss(loss: Value) -> Iterator[Operation]:
     """Yields the loss itself, in the narrowest format that it has as one number."""
     scalars, value = [loss], loss
-    while len(floats := [each for each in before(value) if each.is_float and each.literal is None]) == 1:
+    while len(floats := [each for each in value.before if each.is_float and each.literal is None]) == 1:
         value = floats[0]
         if value.aval.ndim:
             break
@@ -193,31 +172,13 @@ def _scalar_loss(loss: Value) -> Iterator[Operation]:
     yield Operation("", "loss", [], [format_name(loss.dtype)], _narrowest(scalars), count=1, place=place)
 
 
-def _operation(
-    names: Names,
-    node: Node,
-    kind: OperationKind,
-    way: Sequence[Value],
-    *,
-    ahead: bool = False,
-    promoted: bool = False,
-    inside: str | None = None,
-    count: int = 1,
-) -> Operation:
+def operation_of(node: Node, kind: OperationKind, inside: str, module: str, **more: Any) -> Operation:
+    """Returns what a record has of a node; `more` are fields that only some kinds have."""
     inputs, outputs = (
         [format_name(value.dtype) for value in values if value.is_float] for values in (node.inputs, node.outputs)
     )
-    return Operation(
-        names.of(node, ahead=ahead),
-        kind,
-        inputs,
-        outputs,
-        inside or _narrowest(way),
-        count=count,
-        place=node.place,
-        promoted=promoted,
-        backward=node.is_backward,
-    )
+    facts: dict[str, Any] = {"count": 1, "place": node.place, "backward": node.is_backward, **more}
+    return Operation(module, kind, inputs, outputs, inside, **facts)
 
 
 def _narrowest(values: Sequence[Value]) -> str:
@@ -225,10 +186,7 @@ def _narrowest(values: Sequence[Value]) -> str:
     return format_name(min(dtypes, key=lambda dtype: dtype.itemsize))
 
 
-_NAMES = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "fp16"}
-
-
 def format_name(dtype: Any) -> str:
     """Returns the name of a dtype as records have it."""
     name = jnp.dtype(dtype).name
-    return _NAMES.get(name, name)
+    return {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "fp16"}.get(name, name)

@@ -5,7 +5,7 @@ formats of norms, softmaxes, routers, losses and sums are read (operations.py). 
 copies, and what overflows, underflows or is lost is counted (evaluate.py, updates.py).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,17 +23,16 @@ from halfstep.jax.instruments.collect.updates import Parameters, Stepper
 from halfstep.jax.jaxpr import COMPILER_OPTIONS
 
 STEPS = 10
-Objective = Callable[[Mapping[str, Array]], Any]
-"""Takes the trained parameters by name, and returns what the loss function returns."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a policy says of the parameters, where halfstep runs the training: formats by parameter."""
+    """A training that halfstep runs: its policy, formats by parameter, and the way to call the loss function."""
 
     policy: str
     compute: Mapping[str, str]
     masters: Mapping[str, str]
+    call: Callable[[Callable[..., Any], Mapping[str, Array], Sequence[Any]], Any]
 
 
 def record_of(
@@ -45,24 +44,12 @@ def record_of(
     rng: Any = None,
     loss_scale: float = 1.0,
     steps: int = STEPS,
-) -> Record:
-    """Returns what rules read: facts about the formats and numbers of a training without halfstep."""
-    held, rest = Parameters(params), (batch,) if rng is None else (batch, rng)
-    return record_objective(
-        lambda trained: loss_fn(held.rebuilt(trained), *rest), held, optimizer, loss_scale=loss_scale, steps=steps
-    )
-
-
-def record_objective(
-    loss: Objective,
-    params: Parameters,
-    optimizer: Any,
-    *,
-    loss_scale: float,
-    steps: int,
     prepared: Prepared | None = None,
 ) -> Record:
-    """Returns the record of a training whose loss is a function of the parameters alone."""
+    """Returns what rules read: facts about the formats and numbers of a training.
+
+    The function is called as it is, or as `prepared` says, with the parameters in fp32.
+    """
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise UnsupportedOptimizerError(
             f"the optimizer is a {type(optimizer).__name__}, not an optax transform",
@@ -70,17 +57,26 @@ def record_objective(
         )
     if steps < 1:
         raise ArgumentError(f"steps={steps}: an audit watches at least one update", hint=f"the default is {STEPS}")
-    graph = _traced(loss, params, loss_scale)
-    names, stepper = Names(params.trained), Stepper(optimizer, params, loss_scale)
+    held, rest = Parameters(params), (batch,) if rng is None else (batch, rng)
+    if prepared is not None:
+        held.trained = {name: leaf.astype(jnp.float32) for name, leaf in held.trained.items()}
+
+    def loss(trained: Mapping[str, Array]) -> Any:
+        if prepared is not None:
+            return prepared.call(loss_fn, trained, rest)
+        return loss_fn(held.rebuilt(trained), *rest)
+
+    graph = _trace(loss, held.trained, loss_scale)
+    names, stepper = Names(held.trained), Stepper(optimizer, held, loss_scale)
     record = Record("jax", "jax", updates=steps, policy=None if prepared is None else prepared.policy)
     seen = {_key(each): each for each in operations_of(graph, names)}
     run = jax.jit(evaluated(graph), compiler_options=COMPILER_OPTIONS)
     for _ in range(steps):
-        values = stepper.values  # in the order of their names, not of the pytree
-        (_, value, *grads), numbers = run(*(values[name] for name in params.trained))
+        # In the order of their names, not of the pytree.
+        (_, value, *grads), numbers = run(*(stepper.values[name] for name in held.trained))
         for each in incidents(graph, names, jax.device_get(numbers)):
             seen.setdefault(_key(each), each)
-        stepper.step(dict(zip(params.trained, grads, strict=True)), value)
+        stepper.step(dict(zip(held.trained, grads, strict=True)), value)
         record.losses.append(float(value) if np.isfinite(float(value)) else None)
     record.operations = list(seen.values())
     for fmt in stepper.sums():
@@ -88,23 +84,22 @@ def record_objective(
     if stepper.formats != [jnp.float64, jnp.float32]:
         record.unseen.append("updates in fp64: the optimizer refuses them, so they are counted in less")
     record.weights = [
-        _weight(name, value, stepper, prepared) for name, value in zip(params.trained, graph.inputs, strict=True)
+        _weight(name, value, stepper, prepared) for name, value in zip(held.trained, graph.inputs, strict=True)
     ]
     record.switches["fp32_matmul"] = fp32_matmul()
     record.unseen.append("the training loop: only its loss and its optimizer were passed")
     return record
 
 
-def _traced(loss: Objective, params: Parameters, scale: float) -> Graph:
+def _trace(loss: Callable[..., Any], trained: Mapping[str, Array], scale: float) -> Graph:
     """Returns the graph of the loss and its gradients, which takes the parameters in the order of their names."""
-    names = [*params.trained]
 
     def scaled(*leaves: Array) -> tuple[Array, Array]:
-        value = _mean(loss(dict(zip(names, leaves, strict=True))))
+        value = _mean(loss(dict(zip(trained, leaves, strict=True))))
         return (value * jnp.asarray(scale, value.dtype) if scale != 1 else value), value
 
-    gradient = jax.value_and_grad(scaled, argnums=tuple(range(len(names))), has_aux=True)
-    return graph_of(jax.make_jaxpr(gradient)(*params.trained.values()), names)
+    gradient = jax.value_and_grad(scaled, argnums=tuple(range(len(trained))), has_aux=True)
+    return graph_of(jax.make_jaxpr(gradient)(*trained.values()), [*trained])
 
 
 def _mean(returned: Any) -> Array:
@@ -153,14 +148,6 @@ def _kind(name: str, leaf: Array, uses: set[str]) -> WeightKind:
     return "norm" if any(part in words for part in ("norm", "ln", "scale", "gain")) else "other"
 
 
-def _key(operation: Operation) -> tuple[Any, ...]:
-    return (
-        operation.module,
-        operation.kind,
-        operation.place,
-        operation.inside,
-        operation.backward,
-        operation.promoted,
-        operation.overflow > 0,
-        operation.underflow > 0,
-    )
+def _key(each: Operation) -> tuple[Any, ...]:
+    kind = (each.module, each.kind, each.place, each.inside, each.backward, each.promoted)
+    return (*kind, each.overflow > 0, each.underflow > 0)

@@ -10,8 +10,6 @@ with a nonzero gradient counts as intended, and the counts are not `exact`.
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields
-from functools import partial
 from typing import Any
 
 import jax
@@ -23,13 +21,12 @@ from jax import Array
 from halfstep.core.audit.record import UpdateCounts
 from halfstep.core.errors import UnsupportedModelError
 from halfstep.jax.instruments.collect.operations import format_name
-from halfstep.jax.jaxpr import COMPILER_OPTIONS
+from halfstep.jax.jaxpr import COMPILER_OPTIONS, is_floating
 from halfstep.jax.pytree import NamedTree
 
 _TINY = 1e-37  # no divisor is zero
 _STEPPING = ("ScaleBy", "Trace", "Muon")
 _SUMS = "acc_grads"
-_COUNTED = tuple(f.name for f in fields(UpdateCounts)[2:-2])
 
 
 class Parameters(NamedTree):
@@ -37,7 +34,8 @@ class Parameters(NamedTree):
 
     def __init__(self, tree: Any):
         super().__init__(tree)
-        self.trained: dict[str, Array] = {n: jnp.asarray(x) for n, x in self.values.items() if _is_float_array(x)}
+        arrays = {n: x for n, x in self.values.items() if hasattr(x, "dtype") and hasattr(x, "shape")}
+        self.trained: dict[str, Array] = {n: jnp.asarray(x) for n, x in arrays.items() if is_floating(x)}
         if not self.trained:
             raise UnsupportedModelError(
                 f"there is nothing to audit: none of the {len(self.names)} leaves of the parameters is a floating "
@@ -53,8 +51,7 @@ class Stepper:
         self.optimizer = optax.with_extra_args_support(optimizer)
         self.params, self.scale = params, scale
         self.state = self.optimizer.init(params.bare(params.trained))
-        self.first = dict(params.trained)
-        self.values = dict(params.trained)
+        self.values = self.first = dict(params.trained)
         self.counts = {name: UpdateCounts() for name in params.trained}
         self.master = _master(params, self.state)
         self._step = jax.jit(self._stepped, compiler_options=COMPILER_OPTIONS)
@@ -70,8 +67,7 @@ class Stepper:
             return
         counted = jax.device_get(self._count(grads, self.state, self.values, loss, moved))
         for name, row in counted.items():
-            found = UpdateCounts(1, 0, **{k: _as_number(k, x) for k, x in zip(_COUNTED, row, strict=False)})
-            found.moved, found.exact = bool(row[-1]), bool(self.formats)
+            found = UpdateCounts(1, 0, *(x.item() for x in row), exact=bool(self.formats))
             self.counts[name] = self.counts[name].merge(found)
         self.values, self.state = moved, state
 
@@ -93,7 +89,7 @@ class Stepper:
     @property
     def name(self) -> str:
         """What the optimizer is called, by its states: optax has no names."""
-        kinds = {type(x).__name__ for x in _named_tuples(self.state)}
+        kinds = re.findall(r"namedtuple\[(\w+)\]", str(jax.tree.structure(self.state)))
         known = sorted(kind.removesuffix("State") for kind in kinds if kind.startswith(_STEPPING))
         return f"optax {re.sub(r'(?<!^)(?=[A-Z])', '_', known[0]).lower()}" if known else "optax"
 
@@ -117,54 +113,48 @@ class Stepper:
                     return counted
             except TypeError:  # branches or loops of a transform that fixes its dtypes
                 del self.formats[0]
+        # Every element with a gradient was intended to change; how far is not known.
         grads, _, values, _, moved = given
-        return {
-            name: [
-                *_counts_without_intent(grads[name], old, moved[name]),
-                jnp.any(moved[name] != self.first[name]),
-            ]
-            for name, old in values.items()
-        }
+        counted, unknown = {}, jnp.zeros(())
+        for name, old in values.items():
+            row = self._counted(name, grads[name], old, grads[name], jnp.zeros_like(old), old, moved[name])
+            counted[name] = [*row[:5], unknown, unknown, *row[7:]]
+        return counted
 
     def _compare(
         self, wide: Any, grads: Any, state: Any, values: Any, loss: Any, moved: Mapping[str, Array]
     ) -> dict[str, list[Array]]:
-        grads, state, masters, loss = jax.tree.map(partial(_widened, wide), (grads, state, values, loss))
+        def widened(x: Any) -> Any:
+            return jnp.asarray(x, wide) if is_floating(x) else x
+
+        grads, state, masters, loss = jax.tree.map(widened, (grads, state, values, loss))
         intended, _ = self._updates(grads, state, masters, loss)
         without, _ = self._updates(grads, state, jax.tree.map(jnp.zeros_like, masters), loss)
         return {
-            name: [
-                *_counted(grads[name], masters[name], u, u - without[name], values[name], moved[name]),
-                jnp.any(moved[name] != self.first[name]),
-            ]
+            name: self._counted(name, grads[name], masters[name], u, u - without[name], values[name], moved[name])
             for name, u in intended.items()
         }
 
-
-def _counted(grad: Array, value: Array, update: Array, decay: Array, old: Array, new: Array) -> list[Array]:
-    actual = new.astype(value.dtype) - value
-    rate = -jnp.sum(decay * value) / jnp.maximum(jnp.sum(value * value), _TINY)
-    # A share of each weight, and nothing else: what norms of weights do to an update is not decay.
-    decays = (rate > 0) & jnp.all(jnp.abs(decay + rate * value) <= 1e-6 * jnp.abs(rate * value) + _TINY)
-    decayed = decays & (decay != 0)
-    kept = (value + decay).astype(old.dtype) == old
-    return [
-        jnp.asarray(value.size),
-        jnp.sum(update != 0),
-        jnp.sum((update != 0) & (new == old)),
-        jnp.sum(decayed),
-        jnp.sum(decayed & kept),
-        jnp.sum(actual * update),
-        jnp.sum(update * update),
-        jnp.sum(grad != 0),
-    ]
-
-
-def _counts_without_intent(grad: Array, old: Array, new: Array) -> list[Array]:
-    """Returns the counts of an update whose intended value cannot be computed again."""
-    given = grad != 0
-    lost, zero = jnp.sum(given & (new == old)), jnp.zeros((), jnp.int32)
-    return [jnp.asarray(old.size), jnp.sum(given), lost, zero, zero, zero, zero, jnp.sum(given)]
+    def _counted(
+        self, name: str, grad: Array, value: Array, update: Array, decay: Array, old: Array, new: Array
+    ) -> list[Array]:
+        """Returns the fields of UpdateCounts from `elements` to `moved`."""
+        actual = new.astype(value.dtype) - value
+        rate = -jnp.sum(decay * value) / jnp.maximum(jnp.sum(value * value), _TINY)
+        # A share of each weight, and nothing else: what norms of weights do to an update is not decay.
+        decays = (rate > 0) & jnp.all(jnp.abs(decay + rate * value) <= 1e-6 * jnp.abs(rate * value) + _TINY)
+        decayed = decays & (decay != 0)
+        return [
+            jnp.asarray(value.size),
+            jnp.sum(update != 0),
+            jnp.sum((update != 0) & (new == old)),
+            jnp.sum(decayed),
+            jnp.sum(decayed & ((value + decay).astype(old.dtype) == old)),
+            jnp.sum(actual * update),
+            jnp.sum(update * update),
+            jnp.sum(grad != 0),
+            jnp.any(new != self.first[name]),
+        ]
 
 
 def _master(params: Parameters, state: Any) -> str | None:
@@ -178,24 +168,3 @@ def _master(params: Parameters, state: Any) -> str | None:
         if all(same) and varied and len(group) == len(params.trained):
             return label
     return None
-
-
-def _widened(wide: Any, x: Any) -> Any:
-    floating = jnp.issubdtype(jnp.result_type(x), jnp.floating)
-    return jnp.asarray(x, wide) if floating else x
-
-
-def _as_number(name: str, number: Any) -> Any:
-    return float(number) if name.endswith("_sum") else int(number)
-
-
-def _named_tuples(state: Any) -> list[Any]:
-    """Returns every named tuple inside a state."""
-    found = [state] if hasattr(state, "_fields") else []
-    children = state if isinstance(state, list | tuple) else state.values() if isinstance(state, dict) else ()
-    return found + [each for child in children for each in _named_tuples(child)]
-
-
-def _is_float_array(leaf: Any) -> bool:
-    dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and hasattr(leaf, "shape") and jnp.issubdtype(dtype, jnp.floating)
