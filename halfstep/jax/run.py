@@ -31,7 +31,7 @@ from halfstep.core.observed import Sample
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_numbers
 from halfstep.core.scaling import DynamicScale, ScaleAlarm, ScaleState, stuck_error
-from halfstep.jax.convert.apply import Applied, Leaves, apply, modules_of
+from halfstep.jax.convert.apply import Applied, Leaves, apply
 from halfstep.jax.convert.checks import call_checked
 from halfstep.jax.convert.fp8_choice import ProductFinder, first_choice, measure_products
 from halfstep.jax.convert.interpret import Interpreter, cast_inside
@@ -115,13 +115,13 @@ def first_state(
     `measured` are the layers of rules that say so, if they were timed.
     """
     applied = apply(params, policy, names)
-    leaves = Leaves(params)
+    leaves = applied.leaves
 
     @jax.jit
     def make(trained: dict[str, Array]) -> tuple[dict[str, Array], dict[str, Array], Any]:
         wide = widen_masters(trained, {})
         moments = optimizer.init(leaves.bare(wide)) if begun is None else begun.opt_state
-        return *hold(wide, applied), narrow_moments(leaves, moments, applied)
+        return *hold(wide, applied), narrow_moments(moments, applied)
 
     held, remainders, opt_state = make(leaves.trained)
     sizes = {name: 4 if name in remainders else leaf.dtype.itemsize for name, leaf in held.items()}
@@ -192,16 +192,16 @@ def make_step(
     def update(state: State, batch: Any, rng: Any) -> tuple[tuple[State, StepResult], Any]:
         # fp32 is fp32: JAX's default means TF32 on some GPUs and bf16 on a TPU.
         with jax.default_matmul_precision("highest"):
-            leaves, applied, masters = _inputs(state)
-            check_optimizer(optimizer, leaves, state.opt_state)
-            differentiate = gradient(state, leaves, applied)
+            applied, masters = _inputs(state)
+            check_optimizer(optimizer, applied.leaves, state.opt_state)
+            differentiate = gradient(state, applied)
             sums, first, (aux, numbers) = accumulate(differentiate, masters, applied, batch, rng, micro_batches)
             if numbers is not None and micro_batches is not None:
                 numbers = merge_rows(numbers)
             if mesh is not None:
                 amaxes = lax.pmax(sums.amaxes, mesh.axis_names)
                 sums = sum_over_devices(sums, first, mesh)._replace(amaxes=amaxes)
-            return apply_sums(state, leaves, applied, stepper, sums, clip_norm, report), (aux, numbers)
+            return apply_sums(state, applied, stepper, sums, clip_norm, report), (aux, numbers)
 
     run = update if mesh is None else map_devices(update, mesh, micro_batches)
 
@@ -215,8 +215,8 @@ def make_step(
     def replay(state: State, batch: Any, rng: Any) -> Any:
         """Returns whole tensors of a batch, as each layer gets them: for each site and role of the monitor."""
         with jax.default_matmul_precision("highest"):
-            leaves, applied, masters = _inputs(state)
-            return gradient(state, leaves, applied, whole=True)(masters, batch, rng)[2]
+            applied, masters = _inputs(state)
+            return gradient(state, applied, whole=True)(masters, batch, rng)[2]
 
     return Step(compile_step(step, mesh), replay, call if cast else None, mesh, micro_batches, monitor)
 
@@ -320,7 +320,7 @@ class Step:
                 "the step was made with cast=False, so what `measured` layers multiply is not known",
                 hint="omit `measured` from the rules; or let make_step cast: leave out cast=False",
             )
-        finder = ProductFinder(state.applied(), Leaves(state.params).device)
+        finder = ProductFinder(state.applied())
         self._interpret(finder, state, batch, rng, 1 if self._mesh is None else self._mesh.size)
         return replace(state, measured=measure_products(finder.found, timer=timer))
 
@@ -330,12 +330,12 @@ class Step:
             batch = jax.tree.map(lambda leaf: leaf[0], batch)
         if share > 1:
             batch = jax.tree.map(lambda leaf: leaf[: len(leaf) // share] if jnp.ndim(leaf) else leaf, batch)
-        leaves, rest = Leaves(state.params), (batch,) if rng is None else (batch, rng)
-        masters = widen_masters(leaves.trained, state.remainders) | scaling_amaxes(state.amaxes)
+        applied, rest = state.applied(), (batch,) if rng is None else (batch, rng)
+        masters = widen_masters(applied.leaves.trained, state.remainders) | scaling_amaxes(state.amaxes)
 
         def run(masters: Any, rest: Any) -> None:
             assert self._call is not None
-            self._call(leaves, state.applied(), masters, rest, interpreter=interpreter)
+            self._call(applied, masters, rest, interpreter=interpreter)
 
         jax.eval_shape(run, masters, rest)
 
@@ -358,7 +358,7 @@ def check(result: StepResult, cause: str = "") -> None:
 
 
 def _gradient(
-    call: LossFn, monitor: Monitor | None, state: State, leaves: Leaves, applied: Applied, *, whole: bool = False
+    call: LossFn, monitor: Monitor | None, state: State, applied: Applied, *, whole: bool = False
 ) -> Gradient:
     """Returns a function that differentiates the scaled loss of one micro-batch.
 
@@ -366,27 +366,27 @@ def _gradient(
     """
 
     def objective(masters: dict[str, Array], part: Any, key: Any) -> tuple[Array, Any]:
-        loss, weight, aux = scalar_loss(call, leaves, applied, masters, part, key)
+        loss, weight, aux = scalar_loss(call, applied, masters, part, key)
         return loss * state.scale.scale, (loss, weight, aux)
 
     def gradient(masters: dict[str, Array], part: Any, key: Any) -> tuple[Any, Any, Any]:
         if monitor is None:
             return *jax.grad(objective, has_aux=True)(masters, part, key), None
-        modules, size = [*state.names, *modules_of(leaves.names)], SAMPLE if whole else monitor.slice
+        size = SAMPLE if whole else monitor.slice
         grads, others, monitor.watched, reported = watched_gradient(
-            objective, masters, (part, key), applied, modules, size, whole=whole
+            objective, masters, (part, key), applied, size, whole=whole
         )
         return grads, others, reported if whole else monitor.watched.numbers(reported)
 
     return gradient
 
 
-def _inputs(state: State) -> tuple[Leaves, Applied, dict[str, Array]]:
-    """Returns the parameters, what the policy means for them, and what the loss function is called on."""
+def _inputs(state: State) -> tuple[Applied, dict[str, Array]]:
+    """Returns what the policy means for the parameters, and what the loss function is called on."""
     check_measured(state)
-    leaves, applied = Leaves(state.params), state.applied()
-    masters = widen_masters(leaves.trained, state.remainders, applied.halves)
-    return leaves, applied, masters | scaling_amaxes(state.amaxes)
+    applied = state.applied()
+    masters = widen_masters(applied.leaves.trained, state.remainders, applied.halves)
+    return applied, masters | scaling_amaxes(state.amaxes)
 
 
 def _place_copies(state: State, leaves: Leaves, held: Mapping[str, Array], mesh: Mesh | None) -> State:

@@ -35,6 +35,8 @@ class Applied:
     """What a policy means for a pytree: how parameters and moments are held, what their modules run in."""
 
     policy: Policy
+    leaves: "Leaves"
+    modules: tuple[str, ...]  # that rules may match
     masters: dict[str, Param]
     moments: dict[str, Format]
     precisions: dict[str, Precision]
@@ -74,6 +76,8 @@ def apply(params: Any, policy: Policy, names: Sequence[str] = (), measured: Meas
         masters[name] = replace(param, split=param.split and jnp.ndim(leaf) > 1)  # no gain or bias is split
     return Applied(
         policy,
+        leaves,
+        tuple(modules),
         masters,
         {name: cast(Format, values[owner(name)].values["moments"]) for name in leaves.trained},
         {name: chosen[owner(name)] for name in leaves.trained},

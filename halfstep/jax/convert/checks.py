@@ -24,7 +24,7 @@ from halfstep.core.formats import FP32, TF32
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision
 from halfstep.core.roles import Operand, is_narrow
-from halfstep.jax.convert.apply import Applied, Leaves
+from halfstep.jax.convert.apply import Applied
 from halfstep.jax.fp8 import PREFIX
 from halfstep.jax.jaxpr import ISLANDS, PRODUCT, equations_inside, is_ours, line_of, multiplies
 from halfstep.jax.numerics.dtypes import DType, dtype_of, format_of
@@ -38,10 +38,10 @@ _REMEDIES = {
 
 
 def call_checked(
-    fn: Callable[..., Any], leaves: Leaves, applied: Applied, masters: Mapping[str, Array], rest: Sequence[Any]
+    fn: Callable[..., Any], applied: Applied, masters: Mapping[str, Array], rest: Sequence[Any]
 ) -> tuple[Any, Any]:
     """Calls a function that casts inside, on the masters themselves; returns its result, also as shapes."""
-    params = with_amaxes(leaves.rebuilt(masters), masters)
+    params = with_amaxes(applied.leaves.rebuilt(masters), masters)
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(params, *rest)
     if not applied.policy.emulate:  # emulated, every array is fp32, and the layers know what they hold
         check_function(closed.jaxpr, applied)

@@ -51,10 +51,10 @@ def measure_products(
 class ProductFinder(Interpreter):
     """An interpreter that keeps the shapes of products that rules call `measured`. A loop repeats one product."""
 
-    def __init__(self, applied: Applied, device: jax.Device):
+    def __init__(self, applied: Applied):
         super().__init__(applied.policy)
         self.found: Products = {}
-        self._halves, self._device = applied.halves, device
+        self._halves, self._device = applied.halves, applied.leaves.device
 
     def _multiply(
         self, rows: Array, matrix: Array, dims: Any, casts: Casts, weight_first: bool, owner: Owner

@@ -41,7 +41,7 @@ from halfstep.core.refusal import check_reach
 from halfstep.jax import jaxpr as jaxprs
 from halfstep.jax import layers
 from halfstep.jax.convert import checks, patterns
-from halfstep.jax.convert.apply import Applied, Leaves
+from halfstep.jax.convert.apply import Applied
 from halfstep.jax.convert.calls import FLOAT32, Calls, appears, shape_of
 from halfstep.jax.convert.islands import history_of
 from halfstep.jax.convert.values import (
@@ -72,7 +72,6 @@ _ALGORITHMS: dict[Any, Format] = {
 
 def cast_inside(
     fn: Callable[..., Any],
-    leaves: Leaves,
     applied: Applied,
     masters: Mapping[str, Array],
     rest: Sequence[Any],
@@ -81,7 +80,7 @@ def cast_inside(
     interpreter: "Interpreter | None" = None,
 ) -> tuple[Any, Any]:
     """Calls fn(params, batch, ...) as the policy says; returns its result, also as shapes and dtypes."""
-    policy = applied.policy
+    policy, leaves = applied.policy, applied.leaves
     checks.check_rules(policy)
     interpreter = interpreter or Interpreter(policy)
     owners = {

@@ -14,7 +14,7 @@ from jax import Array
 from halfstep.core.audit import engine
 from halfstep.core.audit.finding import Finding
 from halfstep.core.policy import Policy, as_policy
-from halfstep.jax.convert.apply import Leaves, apply
+from halfstep.jax.convert.apply import apply
 from halfstep.jax.convert.checks import call_checked
 from halfstep.jax.convert.interpret import cast_inside
 from halfstep.jax.instruments.collect.record import STEPS, Prepared, record_of
@@ -50,13 +50,13 @@ def audit(
 
 def _prepare(policy: Policy, cast: bool, params: Any) -> Prepared:
     """Returns how halfstep runs a training under a policy, with fp32 masters."""
-    applied, leaves = apply(params, policy), Leaves(params)
+    applied = apply(params, policy)
     call = partial(cast_inside, cast_batch=True) if cast else call_checked
 
     def run(loss_fn: Callable[..., Any], masters: Mapping[str, Array], rest: Sequence[Any]) -> Any:
         # As a step does it: fp32 is fp32.
         with jax.default_matmul_precision("highest"):
-            return call(loss_fn, leaves, applied, masters, rest)[0]
+            return call(loss_fn, applied, masters, rest)[0]
 
     compute = {name: str(precision.compute) for name, precision in applied.precisions.items()}
     masters = {name: str(param.format) for name, param in applied.masters.items()}

@@ -288,9 +288,9 @@ class Watched:
     parameters: tuple[str, ...]
 
     @classmethod
-    def of(cls, sites: Sequence[Site], applied: Applied, modules: Sequence[str]) -> "Watched":
+    def of(cls, sites: Sequence[Site], applied: Applied) -> "Watched":
         """Names the layers of a function that runs under a policy."""
-        by_module, base = applied.by_module(modules), base_precision(applied.policy)
+        by_module, base = applied.by_module(applied.modules), base_precision(applied.policy)
         layers, parameters = dict[str, LayerInfo](), tuple(applied.masters)
         weights: dict[str, str | None] = {}
         index = []
@@ -325,7 +325,6 @@ def watched_gradient(
     masters: Mapping[str, Array],
     rest: Sequence[Any],
     applied: Applied,
-    modules: Sequence[str],
     size: int,
     *,
     whole: bool = False,
@@ -337,7 +336,7 @@ def watched_gradient(
     closed, shape = jax.make_jaxpr(objective, return_shape=True)(masters, *rest)
     names = [None if name.startswith(PREFIX) else name for name in sorted(masters)]
     plan = find_layers(closed, [*names, *[None] * len(jax.tree.leaves(rest))])
-    watched = Watched.of(jax.tree.leaves(plan), applied, modules)
+    watched = Watched.of(jax.tree.leaves(plan), applied)
     infos = {info.name: info for info in watched.layers}
 
     def what(site: Site, role: int) -> What:

@@ -20,7 +20,7 @@ from halfstep.core.errors import UnsupportedOptimizerError
 from halfstep.core.formats import FP32
 from halfstep.core.philox import tensor_id
 from halfstep.core.rounding import Rounding
-from halfstep.jax.convert.apply import Applied, Leaves
+from halfstep.jax.convert.apply import Applied
 from halfstep.jax.numerics.cast import carried, join, quantize, random_bits, split
 from halfstep.jax.numerics.dtypes import dtype_of
 
@@ -58,12 +58,12 @@ def hold(
     return held, remainders
 
 
-def widen_moments(leaves: Leaves, opt_state: Any) -> Any:
+def widen_moments(opt_state: Any, applied: Applied) -> Any:
     """Returns an optimizer's state with its moments in fp32, as it sees them."""
-    return leaves.map_moments(lambda _, x: x.astype(jnp.float32), opt_state)
+    return applied.leaves.map_moments(lambda _, x: x.astype(jnp.float32), opt_state)
 
 
-def narrow_moments(leaves: Leaves, opt_state: Any, applied: Applied) -> Any:
+def narrow_moments(opt_state: Any, applied: Applied) -> Any:
     """Returns an optimizer's state with its moments in the formats of the policy."""
 
     def narrow(name: str, x: Array) -> Array:
@@ -75,4 +75,4 @@ def narrow_moments(leaves: Leaves, opt_state: Any, applied: Applied) -> Any:
         fmt = applied.moments[name]
         return carried(x, fmt).astype(dtype_of(fmt))
 
-    return leaves.map_moments(narrow, opt_state)
+    return applied.leaves.map_moments(narrow, opt_state)

@@ -15,7 +15,7 @@ import optax  # type: ignore[import-untyped]
 from jax import Array, lax
 
 from halfstep.core.averages import move_averages
-from halfstep.jax.convert.apply import Applied, Leaves
+from halfstep.jax.convert.apply import Applied
 from halfstep.jax.fp8 import PREFIX, update_histories
 from halfstep.jax.numerics.cast import carried
 from halfstep.jax.numerics.dtypes import dtype_of
@@ -68,10 +68,10 @@ UpdateReport = Callable[..., Array]
 
 
 def scalar_loss(
-    call: LossFn, leaves: Leaves, applied: Applied, masters: Mapping[str, Array], batch: Any, rng: Any
+    call: LossFn, applied: Applied, masters: Mapping[str, Array], batch: Any, rng: Any
 ) -> tuple[Array, Array, Any]:
     """Returns the mean loss of a micro-batch in fp32, its weight, and what else the function returned."""
-    returned, shape = call(leaves, applied, masters, (batch,) if rng is None else (batch, rng))
+    returned, shape = call(applied, masters, (batch,) if rng is None else (batch, rng))
     check_loss(shape, applied.policy)
     loss, aux = returned if isinstance(returned, tuple) else (returned, None)
     if isinstance(loss, Weighted):
@@ -123,7 +123,6 @@ def accumulate(
 
 def apply_sums(
     state: State,
-    leaves: Leaves,
     applied: Applied,
     optimizer: optax.GradientTransformationExtraArgs,
     sums: Sums,
@@ -142,12 +141,13 @@ def apply_sums(
         factor = factor * jnp.minimum(clip_norm / norm, 1.0)
     grads = {name: g * factor for name, g in wide.items()}
     loss = sums.loss / sums.weight
+    leaves = applied.leaves
     masters = widen_masters(leaves.trained, state.remainders)
     # The optimizer sees fp32 alone; optax passes `extra` only to transforms that take it.
     extra = {"value": loss, "policy": state.policy}
-    moments = widen_moments(leaves, state.opt_state)
+    moments = widen_moments(state.opt_state, applied)
     steps, moments = optimizer.update(leaves.bare(grads), moments, leaves.bare(masters), **extra)
-    intended, opt_state = leaves.read(steps), narrow_moments(leaves, moments, applied)
+    intended, opt_state = leaves.read(steps), narrow_moments(moments, applied)
     stepped = {name: masters[name] + u.astype(jnp.float32) for name, u in intended.items()}
     held, remainders = hold(stepped, applied, seed=state.seed, step=state.num_applied + 1)
     updates = None

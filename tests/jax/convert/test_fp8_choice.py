@@ -19,7 +19,6 @@ from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.measure import Product, time_product
 from halfstep.jax.run import Step
 from halfstep.jax.session import Session
-from halfstep.jax.state import Leaves
 
 pytestmark = pytest.mark.prove  # each compiles several programs
 
@@ -115,10 +114,10 @@ def test_what_is_not_timed_stays_wide_and_says_why():
     seconds = iter([0.0, 0.0, BUDGET / 2, BUDGET, BUDGET])
     state, device = first(), Device(otherwise=0.5e-3)
     masters = {f"{name}.kernel": x["kernel"] for name, x in state.params.items()}
-    leaves, applied = Leaves(state.params), state.applied()
-    finder = ProductFinder(applied, leaves.device)
+    applied = state.applied()
+    finder = ProductFinder(applied)
     options = {"cast_batch": True, "interpreter": finder}
-    jax.eval_shape(lambda m: cast_inside(loss, leaves, applied, m, (BATCH,), **options)[0], masters)
+    jax.eval_shape(lambda m: cast_inside(loss, applied, m, (BATCH,), **options)[0], masters)
     found = finder.found
     measured = measure_products(found, timer=device, clock=lambda: next(seconds))
     assert len(device.asked) == 2

@@ -34,7 +34,7 @@ def interpreted(fn, policy, *, cast_batch=True):
 
     def call(masters, params, batch):
         applied = apply(params, Policy.parse(policy))
-        return cast_inside(fn, Leaves(params), applied, masters, (batch,), cast_batch=cast_batch)[0]
+        return cast_inside(fn, applied, masters, (batch,), cast_batch=cast_batch)[0]
 
     return call
 

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from halfstep.core.policy import Policy
-from halfstep.jax.convert.apply import Leaves, apply
+from halfstep.jax.convert.apply import apply
 from halfstep.jax.convert.interpret import cast_inside
 from halfstep.jax.convert.patterns import find_recomputed
 from halfstep.jax.jaxpr import EXACT
@@ -26,7 +26,7 @@ ROUNDOFF = 2.0**-8  # of bf16: half the distance to the next number
 def interpreted(fn, params, x, policy="bf16-mixed"):
     """fn(params, x) under a policy."""
     applied = apply(params, Policy.parse(policy))
-    return cast_inside(fn, Leaves(params), applied, params, (x,), cast_batch=True)[0]
+    return cast_inside(fn, applied, params, (x,), cast_batch=True)[0]
 
 
 def inside(fn, policy="bf16-mixed"):

@@ -104,7 +104,7 @@ def test_a_loop_over_stacked_layers_has_one_per_turn_and_a_reused_weight_is_one(
         ("again", "matmul", ((3, False),)),
     ]
     applied = apply(params, as_policy("fp32"))
-    _, _, watched, rows = watched_gradient(loss, params, (jnp.ones((2, 4)),), applied, ["again", "blocks"], 4096)
+    _, _, watched, rows = watched_gradient(loss, params, (jnp.ones((2, 4)),), applied, 4096)
     numbers = watched.numbers(rows)
     assert [layer.name for layer in watched.layers] == ["blocks[0]", "blocks[1]", "blocks[2]", "again"]
     assert numbers[:, 0, COUNT].tolist() == [8, 8, 8, 24]
@@ -120,7 +120,7 @@ def test_layers_that_are_computed_again_are_seen_once():
     params, x = {"up.w": jnp.ones((4, 4))}, jnp.ones((2, 4))
     assert names(loss, params, x) == [("up", "matmul", ())]
     _, _, watched, rows = watched_gradient(
-        lambda p, x: (loss(p, x), None), params, (x,), apply(params, as_policy("fp32")), ["up"], 4096
+        lambda p, x: (loss(p, x), None), params, (x,), apply(params, as_policy("fp32")), 4096
     )
     assert watched.numbers(rows)[0, :, COUNT].tolist() == [8, 8]
 

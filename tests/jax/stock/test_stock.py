@@ -13,7 +13,7 @@ from flax.training.train_state import TrainState
 
 from halfstep.core.errors import HalfstepError, ParallelError, StateError, UnsupportedTransformError
 from halfstep.core.policy import Policy
-from halfstep.jax.convert.apply import Leaves, apply
+from halfstep.jax.convert.apply import apply
 from halfstep.jax.convert.interpret import cast_inside
 from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.run import init, make_step
@@ -40,8 +40,8 @@ def traced(model, policy):
         return made
 
     def loss(params, batch):
-        leaves, applied = Leaves(params), apply(params, Policy.parse(policy))
-        return cast_inside(kept[0], leaves, applied, leaves.trained, (batch,), cast_batch=True)[0]
+        applied = apply(params, Policy.parse(policy))
+        return cast_inside(kept[0], applied, applied.leaves.trained, (batch,), cast_batch=True)[0]
 
     shapes, batch = jax.eval_shape(params), BATCHES[model[1]]
     gradient = jax.eval_shape(jax.grad(loss, allow_int=True), shapes, batch) if policy != "fp16-mixed" else {}
