@@ -405,10 +405,6 @@ def _place_copies(state: State, leaves: Leaves, held: Mapping[str, Array], mesh:
     whole = next(iter(held.values())).sharding
     if isinstance(whole, NamedSharding):
         whole = NamedSharding(whole.mesh, PartitionSpec())
-    by_name = {
-        field: {name: copied(x, held[name].sharding) for name, x in getattr(state, field).items()}
-        for field in ("ema", "remainders")
-    }
     return replace(
         state,
         params=jax.tree.map(copied, state.params),
@@ -418,5 +414,6 @@ def _place_copies(state: State, leaves: Leaves, held: Mapping[str, Array], mesh:
         scale=ScaleState(*(copied(x, whole) for x in state.scale)),
         num_applied=copied(state.num_applied, whole),
         amaxes={name: copied(x, whole) for name, x in state.amaxes.items()},
-        **by_name,
+        ema={name: copied(x, held[name].sharding) for name, x in state.ema.items()},
+        remainders={name: copied(x, held[name].sharding) for name, x in state.remainders.items()},
     )

@@ -1,4 +1,4 @@
-"""One small model in plain functions, Flax linen, Flax nnx and Equinox: trained, refused and ruled alike.
+"""One small model in plain functions and in Flax nnx: trained, refused and ruled alike.
 
 Embedding, layer norm, an MLP added to the stream, and a head. Each loss function takes a batch of tokens and
 returns the loss and the logits.
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
+from flax import nnx
 
 from halfstep.core.errors import UnmatchedRuleError, UnsupportedModelError
 from halfstep.jax.convert.apply import Leaves
@@ -57,26 +57,6 @@ def plain():
     return params, loss_fn
 
 
-class Linen(linen.Module):
-    @linen.compact
-    def __call__(self, tokens):
-        x = linen.Embed(VOCABULARY, WIDTH, name="embed")(tokens)
-        h = linen.Dense(4 * WIDTH, name="up")(linen.LayerNorm(name="norm")(x))
-        x = x + linen.Dense(WIDTH, name="down")(linen.gelu(h))
-        return linen.Dense(VOCABULARY, name="head")(x)
-
-
-def flax_linen():
-    model = Linen()
-    params = jax.jit(model.init)(jax.random.key(0), TOKENS)["params"]
-
-    def loss_fn(params, tokens):
-        logits = model.apply({"params": params}, tokens)
-        return loss_of(logits, tokens), logits
-
-    return params, loss_fn
-
-
 class Nnx(nnx.Module):
     def __init__(self, rngs):
         self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
@@ -100,37 +80,7 @@ def flax_nnx():
     return params, loss_fn
 
 
-class Equinox(eqx.Module):
-    embed: eqx.nn.Embedding
-    norm: eqx.nn.LayerNorm
-    up: eqx.nn.Linear
-    down: eqx.nn.Linear
-    head: eqx.nn.Linear
-
-    def __init__(self, key):
-        keys = jax.random.split(key, 4)
-        self.embed = eqx.nn.Embedding(VOCABULARY, WIDTH, key=keys[0])
-        self.norm = eqx.nn.LayerNorm(WIDTH)
-        self.up = eqx.nn.Linear(WIDTH, 4 * WIDTH, key=keys[1])
-        self.down = eqx.nn.Linear(4 * WIDTH, WIDTH, key=keys[2])
-        self.head = eqx.nn.Linear(WIDTH, VOCABULARY, key=keys[3])
-
-    def __call__(self, token):
-        x = self.embed(token)
-        return self.head(x + self.down(jax.nn.gelu(self.up(self.norm(x)))))
-
-
-def equinox():
-    params, static = eqx.partition(eqx.filter_jit(Equinox)(jax.random.key(0)), eqx.is_array)
-
-    def loss_fn(params, tokens):
-        logits = jax.vmap(jax.vmap(eqx.combine(params, static)))(tokens)
-        return loss_of(logits, tokens), logits
-
-    return params, loss_fn
-
-
-FRAMEWORKS = {"plain": plain, "linen": flax_linen, "nnx": flax_nnx, "equinox": equinox}
+FRAMEWORKS = {"plain": plain, "nnx": flax_nnx}
 
 
 # Gradient descent that keeps its gradients, as something that is not a moment.
@@ -146,20 +96,14 @@ def built(name):
     return params, loss_fn, make_step(loss_fn, OPTIMIZER)
 
 
-# Every framework and every policy; tests/jax/stock trains models of each framework under others.
+# tests/jax/stock trains models of every framework.
 @pytest.mark.parametrize(
     ("framework", "policy"),
     [
         ("plain", "bf16-mixed"),
         *(
             pytest.param(framework, policy, marks=pytest.mark.prove)
-            for framework, policy in (
-                ("linen", "bf16-mixed"),
-                ("nnx", "bf16-mixed"),
-                ("equinox", "bf16-mixed"),
-                ("plain", "fp32"),
-                ("nnx", "fp16-mixed"),
-            )
+            for framework, policy in (("nnx", "bf16-mixed"), ("plain", "fp32"), ("nnx", "fp16-mixed"))
         ),
     ],
 )
@@ -182,11 +126,7 @@ def test_it_learns_with_fp32_masters_and_fp32_weight_gradients(framework, policy
             assert not np.array_equal(narrow, grad), name
 
 
-# The others take as long to trace, and are part of `make prove`.
-SOME = [n if n in ("plain", "nnx") else pytest.param(n, marks=pytest.mark.prove) for n in FRAMEWORKS]
-
-
-@pytest.mark.parametrize("framework", SOME)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_rules_reach_a_module_by_its_path(framework):
     params, _, step = built(framework)
 
@@ -199,7 +139,7 @@ def test_rules_reach_a_module_by_its_path(framework):
         logits("bf16-mixed; haed: compute=fp32")
 
 
-@pytest.mark.parametrize("framework", SOME)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_parameter_times_an_fp32_number_does_not_promote_the_stream(framework):
     params, loss_fn, _ = built(framework)
 

@@ -51,7 +51,6 @@ from halfstep.jax.convert.values import (
     find_early_cast,
     floats_of,
     is_number_within,
-    meets_bias,
     owner_in_fp32,
     owner_on_masters,
 )
@@ -264,8 +263,12 @@ class Interpreter(Calls):
             early = find_early_cast(of, eqn)
         history, conversion = history_of(eqn, values), self._explicit_cast(eqn, values)
         stays = known.free or known.ruled or conversion is not None
-        biased = name in jaxprs.BROADCASTING and meets_bias(eqn, values)
-        becomes = [(biased or var in self.promoted) and not stays for var in eqn.outvars]
+        floats = floats_of(eqn, values)  # a layer's result, and its bias
+        layered = any(value.narrow and value.owner is None for value in floats)
+        biased = layered and all(value.narrow or value.owner is not None for value in floats)
+        becomes = [
+            ((biased and name in jaxprs.BROADCASTING) or var in self.promoted) and not stays for var in eqn.outvars
+        ]
         out = self._compute_narrowly(eqn, values) if becomes == [True] else None
         if out is None:
             pairs = zip(self._bind_cast(jaxpr, eqn, values), becomes, strict=True)
@@ -312,9 +315,9 @@ class Interpreter(Calls):
         )
         if not moves or not floats:
             return None
-        if (pick := patterns.Pick.of(eqn)) is not None and eqn.outvars[0] not in self.promoted:
+        if patterns.is_pick(eqn) and eqn.outvars[0] not in self.promoted:
             x, indices = values  # read in fp32, as all of its row: gradients of both meet there
-            picked = patterns.pick_numbers(self.island.widened(x), x.array, indices.array, pick)
+            picked = patterns.pick_numbers(eqn, self.island.widened(x), x.array, indices.array)
             return [replace(x, array=picked, narrow=False)]
         out, history = jaxprs.results(eqn, [value.array for value in values]), history_of(eqn, values)
         return [replace(floats[0], array=array, history=history) for array in out]

@@ -24,7 +24,7 @@ from typing import Any
 
 from jax import Array
 
-from halfstep.jax.convert.patterns import Pick, pick_numbers
+from halfstep.jax.convert.patterns import is_pick, pick_numbers
 from halfstep.jax.convert.values import History, Value, floats_of
 from halfstep.jax.jaxpr import LAYOUT, bind_wide, is_conversion, is_float, is_widening, words
 
@@ -80,9 +80,9 @@ class Island:
         if history is None:
             return self.widened(value)
         eqn, values = history.eqn, history.values
-        if form == "shifted" and (pick := Pick.of(eqn)) is not None and values[0].owner is None:
+        if form == "shifted" and is_pick(eqn) and values[0].owner is None:
             x, index = values
-            return self._cached("picked", value, lambda: pick_numbers(self.widened(x), x.array, index.array, pick))
+            return self._cached("picked", value, lambda: pick_numbers(eqn, self.widened(x), x.array, index.array))
         if not (operands := _form_of_operands(form, value, history)):
             return self.widened(value)
         self.recomputed.add(id(eqn))
@@ -153,7 +153,7 @@ def _is_picked(value: Value) -> bool:
     """Returns whether a value is picked from rows, by an index for each, and perhaps moved."""
     if value.kind or value.history is None or value.history.eqn.primitive.name not in LAYOUT:
         return False
-    return Pick.of(value.history.eqn) is not None or _is_picked(value.history.values[0])
+    return is_pick(value.history.eqn) or _is_picked(value.history.values[0])
 
 
 def _comes_from_sums(value: Value) -> bool:

@@ -221,41 +221,32 @@ def _softmaxes(jaxpr: Any, uses: Counter[Var]) -> Iterator[tuple[Var, Softmax]]:
             yield eqn.outvars[0], Softmax(x, tuple(summed.params["axes"]))
 
 
-@dataclass(frozen=True, eq=False)
-class Pick:
-    """A gather of one number from each row, along the last axis."""
-
-    params: Any
-
-    @classmethod
-    def of(cls, eqn: Any) -> "Pick | None":
-        """Returns the pick that an equation is, if it is one."""
-        if eqn.primitive.name != "gather":
-            return None
-        (operand, indices), numbers = (atom.aval for atom in eqn.invars), eqn.params["dimension_numbers"]
-        last, rows = operand.ndim - 1, operand.shape[:-1]
-        along = tuple(numbers.collapsed_slice_dims) == tuple(numbers.start_index_map) == (last,)
-        each = tuple(numbers.operand_batching_dims) == tuple(range(last)) and indices.shape == (*rows, 1, 1)
-        return cls(eqn.params) if rows and along and each else None
+def is_pick(eqn: Any) -> bool:
+    """Returns whether an equation gathers one number from each row, along the last axis."""
+    if eqn.primitive.name != "gather":
+        return False
+    (operand, indices), numbers = (atom.aval for atom in eqn.invars), eqn.params["dimension_numbers"]
+    last, rows = operand.ndim - 1, operand.shape[:-1]
+    along = tuple(numbers.collapsed_slice_dims) == tuple(numbers.start_index_map) == (last,)
+    each = tuple(numbers.operand_batching_dims) == tuple(range(last)) and indices.shape == (*rows, 1, 1)
+    return bool(rows) and along and each
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def pick_numbers(wide: Array, x: Array, indices: Array, pick: Pick) -> Array:
+def pick_numbers(eqn: Any, wide: Array, x: Array, indices: Array) -> Array:
     """Returns the numbers of x at the indices, in fp32; their gradient is that of `wide`, which is x in fp32."""
-    numbers: Array = lax.gather_p.bind(x, indices, **pick.params)
-    return numbers.astype(jnp.float32)
 
+    @jax.custom_vjp
+    def pick(wide: Array, x: Array, indices: Array) -> Array:
+        numbers: Array = lax.gather_p.bind(x, indices, **eqn.params)
+        return numbers.astype(jnp.float32)
 
-def _pick_backward(pick: Pick, kept: tuple[Array, int], g: Array) -> tuple[Array, None, None]:
-    indices, size = kept
-    hit = lax.broadcasted_iota(indices.dtype, (*g.shape[:-1], size), g.ndim - 1) == indices[..., 0]
-    return jnp.where(hit, g, 0.0), None, None
+    def backward(indices: Array, g: Array) -> tuple[Array, None, None]:
+        shape = (*g.shape[:-1], x.shape[-1])
+        hit = lax.broadcasted_iota(indices.dtype, shape, g.ndim - 1) == indices[..., 0]
+        return jnp.where(hit, g, 0.0), None, None
 
-
-pick_numbers.defvjp(
-    lambda wide, x, indices, pick: (pick_numbers(wide, x, indices, pick), (indices, wide.shape[-1])),
-    _pick_backward,
-)
+    pick.defvjp(lambda wide, x, indices: (pick(wide, x, indices), indices), backward)
+    return pick(wide, x, indices)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

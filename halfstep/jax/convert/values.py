@@ -169,11 +169,3 @@ def is_number_within(value: Value, largest: float) -> bool:
         return is_number_within(history.values[0], largest)
     known = not isinstance(value.array, jax.core.Tracer) and jnp.ndim(value.array) == 0
     return known and abs(float(value.array)) <= largest
-
-
-def meets_bias(eqn: Any, values: Sequence[Value]) -> bool:
-    """Returns whether a promoted array in compute meets parameters alone, as a layer's result meets its bias."""
-    floats = floats_of(eqn, values)
-    return all(value.narrow or value.owner is not None for value in floats) and any(
-        value.narrow and value.owner is None for value in floats
-    )

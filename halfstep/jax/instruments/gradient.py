@@ -86,18 +86,18 @@ def _find(
 
     def equation(eqn: Any, given: list[_Fact]) -> list[_Fact]:
         name, around = eqn.primitive.name, (*scopes, str(eqn.source_info.name_stack))
-        results = [_Fact()] * len(eqn.outvars)
-        if name in jaxprs.INLINED:
-            found, results = _find(jaxprs.functions_of(eqn)[0][0], given, turns, around)
-        elif name == "scan":
-            first, count = jaxprs.parts_of_scan(eqn)
-            along = [replace(fact, stacked=fact.stacked | {len(turns)}) for fact in given[first + count :]]
-            inside, loops = [*given[:first], *[_Fact()] * count, *along], (*turns, eqn.params["length"])
-            found, _ = _find(jaxprs.functions_of(eqn)[0][0], inside, loops, around)
-        elif name in jaxprs.REMAT:
-            found, _ = _find(jaxprs.functions_of(eqn)[0][0], given, turns, around)
-        elif (found := _site(eqn, given, turns, around)) is None:
-            results = [_fact_of_result(eqn, given)] * len(eqn.outvars)
+        found: Any
+        if name not in jaxprs.INLINED | jaxprs.REMAT | {"scan"}:
+            found = _site(eqn, given, turns, around)
+            results = [_fact_of_result(eqn, given) if found is None else _Fact()] * len(eqn.outvars)
+        else:
+            [(inner, _)], loops = jaxprs.functions_of(eqn), turns
+            if name == "scan":
+                first, count = jaxprs.parts_of_scan(eqn)
+                along = [replace(fact, stacked=fact.stacked | {len(turns)}) for fact in given[first + count :]]
+                given, loops = [*given[:first], *[_Fact()] * count, *along], (*turns, eqn.params["length"])
+            found, results = _find(inner, given, loops, around)
+            results = results if name in jaxprs.INLINED else [_Fact()] * len(eqn.outvars)
         plan.append(found)
         return results
 

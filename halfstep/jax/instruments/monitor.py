@@ -105,7 +105,7 @@ class Monitor:
                     observation, before = Observation.of(rows, info.format(role)), samples[info.name].get(role)
                     samples[info.name][role] = observation if before is None else before + observation
         for info, weight in zip(self.watched.layers, self.watched.weights, strict=True):
-            if weight in masters:
+            if weight is not None and weight in masters:
                 rows = _sample_rows(masters[weight], size)
                 samples[info.name]["weight"] = Observation.of(rows, info.format("weight"))
         return {

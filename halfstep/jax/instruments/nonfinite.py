@@ -35,7 +35,7 @@ def find_cause(
             return Cause("forward", f"the weight `{name}` itself", _owner(name))
     sums: list[Any] = []
     for number, batch in enumerate(micro_batches):
-        loss, gradients = _Walk().run(lambda params, batch=batch: loss_fn(params, batch) * scale, params)
+        loss, gradients = _Walk().run(loss_fn, params, batch, scale)
         shown = [("forward", "the loss", loss)]
         shown += [("backward", f"gradient of `{name}`", value) for name, value in gradients.items()]
         for where, name, value in shown:
@@ -81,9 +81,11 @@ class _Walk:
     def __init__(self) -> None:
         self._recent = ""  # the weight that was used last
 
-    def run(self, loss_fn: Callable[[Any], Any], params: Mapping[str, Array]) -> tuple[_Value, dict[str, _Value]]:
+    def run(
+        self, loss_fn: Callable[[Any, Any], Any], params: Mapping[str, Array], batch: Any, scale: float
+    ) -> tuple[_Value, dict[str, _Value]]:
         def loss(arrays: list[Array]) -> Any:
-            return loss_fn(dict(zip(params, arrays, strict=True)))
+            return loss_fn(dict(zip(params, arrays, strict=True)), batch) * scale
 
         traced = jax.make_jaxpr(jax.value_and_grad(loss))([*params.values()])
         given = [_Value(array, weight=name) for name, array in params.items()]

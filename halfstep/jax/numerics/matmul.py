@@ -29,8 +29,8 @@ Axes = tuple[int, ...]
 Dimensions = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
 """((contracted of the left, of the right), (batch of the left, of the right)), as in lax.dot_general."""
 
-Pasts = tuple[Array | None, Array | None]
-"""The amaxes of earlier updates that scale the two operands of a matmul, if they are delayed."""
+Lowering = tuple[Operand, Array | None]
+"""The format of an operand, and the amax of earlier updates that scales it, if it is delayed."""
 
 _FULL = lax.Precision.HIGHEST
 _FLOAT32 = jnp.dtype(jnp.float32)
@@ -57,37 +57,40 @@ def casted_dot(
     `past`: the amaxes that scale delayed x, weight and gradient; its own gradient is the new ones (fp8.py).
     """
     p, w = casts.precision, in_compute(weight, casts)
-    of_x, of_w, _ = _split_amaxes(past)
-    pair, pasts = ((w, x), (of_w, of_x)) if weight_first else ((x, w), (of_x, of_w))
-    return _matmul(*pair, dims, (p.operand, p.operand), p.compute, casts, pasts)
+    as_x, as_w, _ = _lowerings(casts, past)
+    pair, lowerings = ((w, x), (as_w, as_x)) if weight_first else ((x, w), (as_x, as_w))
+    return _matmul(*pair, dims, lowerings, p.compute, casts)
 
 
-def _split_amaxes(past: Array | None) -> tuple[Array | None, Array | None, Array | None]:
-    return (None, None, None) if past is None else (past[0], past[1], past[2])
+def _lowerings(casts: Casts, past: Array | None) -> tuple[Lowering, Lowering, Lowering]:
+    """Returns how x, the weight and the gradient are lowered."""
+    of_x, of_w, of_g = (None, None, None) if past is None else (past[0], past[1], past[2])
+    operand = casts.precision.operand
+    return (operand, of_x), (operand, of_w), (casts.precision.grad_operand, of_g)
 
 
 def _casted_backward(
     dims: Dimensions, casts: Casts, weight_first: bool, kept: tuple[Array, Array, Array | None], g: Array
 ) -> tuple[Array, Array, Array | None]:
     (x, weight, past), p = kept, casts.precision
-    of_inputs, of_w, of_g = _split_amaxes(past)
+    as_x, as_w, as_g = _lowerings(casts, past)
     if casts.emulate:
         g = carried(g, p.grad)
     # XLA computes the cast of the weight once for all of its uses.
-    w, operands = in_compute(weight, casts), (p.grad_operand, p.operand)
+    w = in_compute(weight, casts)
     of_x, of_weight = (_swap_sides(dims), dims) if weight_first else (dims, _swap_sides(dims))
-    grad_input = _operand_gradient(g, w, of_x, not weight_first, operands, p.grad, casts, (of_g, of_w))
+    grad_input = _operand_gradient(g, w, of_x, not weight_first, (as_g, as_w), p.grad, casts)
     # XLA may drop a conversion to bf16 and back, so a gradient held wider than its format is rounded instead.
     held = FP32 if weight.dtype == jnp.float32 else p.grad_weight
-    grad_weight = _operand_gradient(g, x, of_weight, weight_first, operands, held, casts, (of_g, of_inputs))
+    grad_weight = _operand_gradient(g, x, of_weight, weight_first, (as_g, as_x), held, casts)
     if held != p.grad_weight:
         grad_weight = carried(grad_weight, p.grad_weight)
     amaxes = None
     if past is not None:  # of the operands that have one scale, for their history
-        each = ((x, p.operand), (w, p.operand), (g, p.grad_operand))
-        scaled = (is_narrow(operand.format) and operand.granularity == "tensor" for _, operand in each)
-        pairs = zip(each, scaled, strict=True)
-        amaxes = jnp.stack([amax_of(*operand) if has_scale else jnp.float32(0) for operand, has_scale in pairs])
+        pairs = ((x, p.operand), (w, p.operand), (g, p.grad_operand))
+        one = [is_narrow(operand.format) and operand.granularity == "tensor" for _, operand in pairs]
+        found = (amax_of(*pair) if has_one else jnp.float32(0) for pair, has_one in zip(pairs, one, strict=True))
+        amaxes = jnp.stack([*found])
     return grad_input.astype(x.dtype), grad_weight.astype(weight.dtype), amaxes
 
 
@@ -107,10 +110,9 @@ def _operand_gradient(
     other: Array,
     dims: Dimensions,
     first: bool,
-    operands: tuple[Operand, Operand],
+    lowerings: tuple[Lowering, Lowering],
     out: Format,
     casts: Casts,
-    pasts: Pasts = (None, None),
 ) -> Array:
     """Returns the gradient of one operand: g contracted with the other operand over the other's own axes.
 
@@ -124,7 +126,7 @@ def _operand_gradient(
     start = batch + my_kept_count if first else batch
     over = tuple(range(start, start + len(kept_of_other)))
     rows = ((over, kept_of_other), (tuple(range(batch)), other_batch))
-    result = _matmul(g, other, rows, operands, out, casts, pasts)
+    result = _matmul(g, other, rows, lowerings, out, casts)
     # Axes of the result: the batch, my own, then those that were contracted, in the order the other has them.
     contracted = tuple(mine[place] for place in sorted(range(len(others)), key=others.__getitem__))
     my_kept = _free_axes(batch + my_kept_count + len(mine), mine, my_batch)
@@ -142,29 +144,23 @@ def _free_axes(rank: int, contracted: Axes, batch: Axes) -> Axes:
 
 
 def _matmul(
-    a: Array,
-    b: Array,
-    dims: Dimensions,
-    operands: tuple[Operand, Operand],
-    out: Format,
-    casts: Casts,
-    pasts: Pasts = (None, None),
+    a: Array, b: Array, dims: Dimensions, lowerings: tuple[Lowering, Lowering], out: Format, casts: Casts
 ) -> Array:
     """Multiplies in the formats of the operands, sums in fp32 and returns the result in `out`."""
-    formats = tuple(operand.format for operand in operands)
+    formats = tuple(operand.format for operand, _ in lowerings)
     if not casts.emulate and not any(is_narrow(fmt) for fmt in formats):
         tf32 = set(formats) == {TF32}
         return _sum_of_products(_store(a, formats[0]), _store(b, formats[1]), dims, carrier_of(out), tf32=tf32)
     (a, a_inv), (b, b_inv) = (
-        _lower(t, operand, axes, casts.emulate, past)
-        for t, operand, axes, past in zip((a, b), operands, dims[0], pasts, strict=True)
+        _lower(t, *lowering, axes, casts.emulate)
+        for t, lowering, axes in zip((a, b), lowerings, dims[0], strict=True)
     )
     y = _sum_of_products(a, b, dims, _FLOAT32)
     kept = [len(_free_axes(t.ndim, dims[0][side], dims[1][side])) for side, t in enumerate((a, b))]
-    if a_inv is not None:
-        y = y * _align_scales(a_inv, dims[0][0], dims[1][0], before=0, after=kept[1])
-    if b_inv is not None:
-        y = y * _align_scales(b_inv, dims[0][1], dims[1][1], before=kept[0], after=0)
+    for side, inv in enumerate((a_inv, b_inv)):
+        if inv is not None:
+            beside = (0, kept[1]) if side == 0 else (kept[0], 0)
+            y = y * _align_scales(inv, dims[0][side], dims[1][side], *beside)
     return _store(y, out, emulate=casts.emulate)
 
 
@@ -183,7 +179,7 @@ def _sum_of_products(a: Array, b: Array, dims: Dimensions, out: DType, *, tf32: 
 
 
 def _lower(
-    x: Array, operand: Operand, axes: Axes, emulate: bool, past: Array | None
+    x: Array, operand: Operand, past: Array | None, axes: Axes, emulate: bool
 ) -> tuple[Array, Array | None]:
     """Returns an operand in its format, and what undoes its scale; a row runs along the contracted axes."""
     fmt = operand.format
@@ -209,7 +205,7 @@ def _refuse_twice(*_: Any) -> Any:
     raise twice_error()
 
 
-def _align_scales(inv_scale: Array, contracted: Axes, batch: Axes, *, before: int, after: int) -> Array:
+def _align_scales(inv_scale: Array, contracted: Axes, batch: Axes, before: int, after: int) -> Array:
     """Moves an operand's scales to the axes its rows have in the result: the batch, the left's, the right's."""
     if inv_scale.ndim == 0:
         return inv_scale
@@ -223,17 +219,17 @@ def _align_scales(inv_scale: Array, contracted: Axes, batch: Axes, *, before: in
 def product(a: Array, b: Array, dims: Dimensions, out: Format, casts: Casts) -> Array:
     """Multiplies two activations in compute and returns `out`; emulated, nothing is rounded inside attention."""
     fmt = FP32 if casts.emulate else casts.precision.compute
-    return _matmul(a, b, dims, (Operand(fmt),) * 2, FP32 if casts.emulate else out, casts)
+    return _matmul(a, b, dims, ((Operand(fmt), None),) * 2, FP32 if casts.emulate else out, casts)
 
 
 def _product_backward(
     dims: Dimensions, out: Format, casts: Casts, kept: tuple[Array, Array], g: Array
 ) -> tuple[Array, Array]:
     fmt = FP32 if casts.emulate else casts.precision.compute
-    operands, flipped = (Operand(fmt),) * 2, _swap_sides(dims)
+    lowerings, flipped = ((Operand(fmt), None),) * 2, _swap_sides(dims)
     return (
-        _operand_gradient(g, kept[1], dims, True, operands, fmt, casts),
-        _operand_gradient(g, kept[0], flipped, False, operands, fmt, casts),
+        _operand_gradient(g, kept[1], dims, True, lowerings, fmt, casts),
+        _operand_gradient(g, kept[0], flipped, False, lowerings, fmt, casts),
     )
 
 

@@ -147,8 +147,8 @@ def _opened(
     graph.consts += zip(constants, consts, strict=True)
 
     def equation(eqn: Any, taken: list[Value]) -> list[Value]:
-        if eqn.primitive.name in _OPENED and (inside := functions_of(eqn)):
-            [(inner, own)] = inside
+        if eqn.primitive.name in _OPENED:
+            [(inner, own)] = functions_of(eqn)
             return _opened(graph, inner, own, taken, (*around, eqn))
         node = Node(eqn, jaxpr, taken, around=around)
         node.outputs = [Value(var.aval, made_by=node, before=taken) for var in eqn.outvars]

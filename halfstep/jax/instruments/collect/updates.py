@@ -67,7 +67,7 @@ class Stepper:
             return
         counted = jax.device_get(self._count(grads, self.state, self.values, loss, moved))
         for name, row in counted.items():
-            found = UpdateCounts(1, 0, *(x.item() for x in row), exact=bool(self.formats))
+            found = UpdateCounts(*(1, 0, *(x.item() for x in row), bool(self.formats)))
             self.counts[name] = self.counts[name].merge(found)
         self.values, self.state = moved, state
 
