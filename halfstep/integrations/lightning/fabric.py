@@ -203,7 +203,9 @@ class _FabricPrecision(PlainFabricPrecision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Prepares the model, before it is wrapped and compiled."""
-        self._runs.append(prepare(module, self._policy, **self._options))
+        run = prepare(module, self._policy, **self._options)
+        check_replicas(run, wrapped=num_ranks() > 1)
+        self._runs.append(run)
         return module
 
     def attach(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:

@@ -59,17 +59,13 @@ def check_step(kwargs: Any) -> None:
 
 def check_replicas(run: Run, *, wrapped: bool) -> None:
     """Refuses what DDP does not exchange: gradients that are not summed in the parameters' own `grad`."""
-    if wrapped and not (is_whole(run) and run.policy.accumulate == FP32):
+    trained = [p for p in run.masters.names if p.requires_grad]
+    if wrapped and not (all(map(run.masters.is_whole, trained)) and run.policy.accumulate == FP32):
         run.unprepare()
         raise ParallelError(
             "Lightning's DDP takes parameters and the sums of their gradients for fp32, and exchanges no others",
             hint="hold masters whole, with `param=fp32`, and sum in fp32, with `accumulate=fp32`",
         )
-
-
-def is_whole(run: Run) -> bool:
-    """Whether every parameter is its whole fp32 master."""
-    return all(map(run.masters.is_whole, run.parameters))
 
 
 def update(run: Run) -> StepResult:

@@ -32,7 +32,6 @@ from halfstep.integrations.lightning.shared import (
     check_step,
     check_strategy,
     covered_functions,
-    is_whole,
     load_state,
     state_of,
     update,
@@ -237,7 +236,7 @@ def _manual() -> HalfstepError:
 def _check_averages(run: Run, callbacks: list[Any]) -> None:
     """Refuses callbacks that average parameters which are half of their masters."""
     found = next((c for c in callbacks if isinstance(c, WeightAveraging | StochasticWeightAveraging)), None)
-    if found is not None and not is_whole(run):
+    if found is not None and not all(map(run.masters.is_whole, run.parameters)):
         run.unprepare()
         raise SplitMasterError(
             f"{type(found).__name__} averages the module's parameters, which hold a part of their masters",
