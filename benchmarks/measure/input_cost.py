@@ -32,12 +32,11 @@ import torch
 from halfstep.config.load import load
 from halfstep.config.run import RunConfig
 from halfstep.core.policy import Policy
-from halfstep.training.data.batches import batches_of
+from halfstep.training.data.batches import Prefetch, batches_of
 from halfstep.training.data.index import Index, write_index
 from halfstep.training.data.load import load_corpus
 from halfstep.training.data.pack.encode import token_type
 from halfstep.training.data.pack.writer import ShardWriter
-from halfstep.training.data.prefetch import Prefetch
 from halfstep.training.data.tokenizer_base import BytesTokenizer
 from halfstep.training.session import open_session
 

@@ -19,10 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from halfstep.training.data.batches import Batches
-from halfstep.training.data.checksums import CHUNK
 from halfstep.training.data.index import Index, Packing, ShardRecord, SideRecord, write_index
 from halfstep.training.data.load import load_corpus
-from halfstep.training.data.shards import HEADER_BYTES, header
+from halfstep.training.data.shards import CHUNK, HEADER_BYTES, header
 from halfstep.training.data.tokenizer_base import BytesTokenizer
 
 TOKENS = 100_000_000

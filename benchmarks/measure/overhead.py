@@ -21,7 +21,7 @@ import torch
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
 from halfstep.torch.model import Decoder
-from halfstep.training.data.prefetch import Prefetch
+from halfstep.training.data.batches import Prefetch
 from halfstep.training.loop import Loop
 
 BAR = 0.97

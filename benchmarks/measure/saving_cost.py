@@ -24,7 +24,7 @@ from pathlib import Path
 
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
-from halfstep.training.data.prefetch import Prefetch
+from halfstep.training.data.batches import Prefetch
 from halfstep.training.loop import Loop
 
 BAR = 0.02

@@ -20,9 +20,8 @@ from benchmarks.race.recipe_sources import Arm
 from halfstep.config.run import RunConfig
 from halfstep.config.weights import initial_weights
 from halfstep.core.policy import Policy
-from halfstep.training.data.batches import Batches, validation_batches
+from halfstep.training.data.batches import Batches, Prefetch, validation_batches
 from halfstep.training.data.load import load_corpus
-from halfstep.training.data.prefetch import Prefetch
 from halfstep.training.evaluation import evaluate
 from halfstep.training.schedule import factor
 from halfstep.training.session import open_session

@@ -26,8 +26,8 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.training import memory
 from halfstep.training.checkpoints.writer import Retention, Saver
+from halfstep.training.data.batches import Prefetch
 from halfstep.training.data.corpus import Corpus
-from halfstep.training.data.prefetch import Prefetch
 from halfstep.training.data.types import DataError
 from halfstep.training.evaluation import Evaluation, evaluate
 from halfstep.training.job import Job
@@ -93,10 +93,11 @@ class Loop:
             corpus=corpus,
             warnings=warnings,
         )
-        self.config, self.schedule, self.context = parts.config, parts.schedule, parts.context
-        self.corpus, self.batches, self.pretrained = parts.corpus, parts.batches, parts.pretrained
-        self.session, self.health = parts.session, parts.health
         self.lock, self.start, self.warnings = parts.lock, parts.start, parts.warnings
+        context, self.pretrained = parts.context, parts.pretrained
+        self.context, self.config, self.schedule = context, context.config, context.schedule
+        self.corpus, self.batches = context.corpus, context.batches
+        self.session, self.health = context.session, context.health
         self._evaluation_pending = opened is not None and opened.is_evaluation_pending()
         self._finished_before = opened is not None and opened.has_ended and self.start == config.training.steps
         self._unreadable: DataError | None = None

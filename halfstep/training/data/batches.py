@@ -12,12 +12,16 @@ window, with any number of ranks. A checkpoint records which of two orders was u
     sorted   up to 2^20 windows: the stable argsort of W words of Philox keyed by (seed, epoch). numpy guarantees
              the words across versions, but not its shuffle.
     keyed    beyond: a permutation that takes no memory and no time to sort (`Permutation`)
+
+A thread makes them ahead of time (`Prefetch`).
 """
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias, TypedDict
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +30,7 @@ from halfstep.config.run import RunConfig
 from halfstep.training.data.shards import ShardedTokens
 from halfstep.training.data.types import DataMismatchError, DataSizeError, Tokens
 
+T = TypeVar("T")
 TokenBatch: TypeAlias = NDArray[np.int32]
 
 SORTED_AT_MOST = 1 << 20
@@ -272,3 +277,72 @@ def _hash(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (words ^ (words >> np.uint64(31))) >> np.uint64(32)
+
+
+POLL_SECONDS = 0.1  # how often a waiting caller checks `is_over`
+
+
+class Prefetch(Generic[T]):
+    """Makes fetch(start), ..., fetch(stop - 1) in a thread, in order, at most `depth` ahead, until closed.
+
+    An exception in fetch is raised in the caller at the place of its item. When `is_over`, the items end, and
+    closing does not wait for a fetch.
+    """
+
+    def __init__(
+        self,
+        fetch: Callable[[int], T],
+        start: int,
+        stop: int,
+        depth: int = 2,
+        is_over: Callable[[], bool] = lambda: False,
+    ):
+        self._fetch, self._numbers, self._is_over = fetch, range(start, stop), is_over
+        self._items: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()  # None: there are no more
+        self._room, self._closed = threading.Semaphore(depth), threading.Event()
+        self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        while not self._closed.is_set():
+            try:
+                item = self._items.get(timeout=POLL_SECONDS)
+            except Empty:
+                if self._is_over():
+                    break
+                continue
+            if isinstance(item, tuple):
+                self._room.release()
+                return item[0]
+            self._closed.set()
+            if item is not None:
+                raise item
+        raise StopIteration
+
+    def __enter__(self) -> "Prefetch[T]":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the thread and waits for the fetch it is running. Idempotent."""
+        self._closed.set()
+        self._room.release()  # wakes the thread
+        self._items.put(None)  # wakes a caller that waits in another thread
+        while self._thread.is_alive() and not self._is_over():
+            self._thread.join(POLL_SECONDS)
+
+    def _work(self) -> None:
+        try:
+            for number in self._numbers:
+                self._room.acquire()
+                if self._closed.is_set():
+                    return
+                self._items.put((self._fetch(number),))
+            self._items.put(None)
+        except BaseException as error:
+            self._items.put(error)

@@ -2,7 +2,7 @@
 
     DIR/index.json            this index
     DIR/train_000000.bin      token shards (shards.py describes the format); val_* are held out
-    DIR/train_000000.crc      CRC-32 of each chunk of the shard (checksums.py)
+    DIR/train_000000.crc      CRC-32 of each chunk of 16 KiB of the shard, from byte 0 (the last may be short)
     DIR/tokenizer.json        the tokenizer (or tokenizer.model, tokenizer.tiktoken.json; none for bytes)
     DIR/token_bytes.npy       the bytes that each token stands for, if they are known
 
@@ -16,6 +16,7 @@ It holds no times and no paths but the sources as given: packing the same text t
 """
 
 import dataclasses
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -23,6 +24,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from halfstep.config.reading import MOST_TABLE, open_regular, parse_json, read_bytes
 from halfstep.config.schema import Count, Share, build
@@ -131,6 +135,27 @@ def read_index(folder: Path) -> Index:
         if name is not None:
             check_name(name, path)
     return index
+
+
+def read_listed(path: Path, sha256: str | None) -> bytes:
+    """Reads a file of packed data whose SHA-256 the index lists."""
+    with os_errors(DamagedDataError, f"cannot read `{path}`", RESTORE):
+        content = read_bytes(path, MOST_TABLE)
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise DamagedDataError(
+            f"`{path}` was changed after it was written: its SHA-256 differs from the index", hint=RESTORE
+        )
+    return content
+
+
+def read_tokenizer_file(folder: Path, identity: TokenizerIdentity) -> bytes:
+    """Returns the content of the tokenizer file that the data was packed with; empty for bytes."""
+    return read_listed(folder / identity.file, identity.sha256) if identity.file else b""
+
+
+def read_checksums(folder: Path, record: ShardRecord) -> NDArray[np.uint32]:
+    """Returns the checksums of a shard's chunks."""
+    return np.frombuffer(read_listed(folder / record.checksum_file, record.sums), dtype="<u4")
 
 
 def is_packed(folder: Path) -> bool:

@@ -5,16 +5,35 @@ out; if there is none, the last share of the tokens, as with any shards. `verify
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from hashlib import sha256
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from halfstep.training.data import checksums
 from halfstep.training.data.corpus import Corpus
-from halfstep.training.data.index import RESTORE, TOKEN_BYTES, Index, ShardRecord, read_index
-from halfstep.training.data.shards import HEADER_BYTES, Shard, ShardedTokens, check_unused, open_shard, split_tail
+from halfstep.training.data.index import (
+    RESTORE,
+    TOKEN_BYTES,
+    Index,
+    ShardRecord,
+    read_checksums,
+    read_index,
+    read_listed,
+    read_tokenizer_file,
+)
+from halfstep.training.data.shards import (
+    CHUNK,
+    HEADER_BYTES,
+    ChunkVerifier,
+    Shard,
+    ShardedTokens,
+    check_unused,
+    open_shard,
+    read_digests,
+    split_tail,
+)
 from halfstep.training.data.tokenizer_base import TokenBytes
 from halfstep.training.data.types import DamagedDataError, DataError, VocabularyError
 
@@ -47,7 +66,7 @@ def read_token_bytes(folder: Path, index: Index) -> TokenBytes | None:
     if index.token_bytes is None:
         return None
     path = folder / TOKEN_BYTES
-    return TokenBytes.from_npy(checksums.read_listed(path, index.token_bytes), str(path))
+    return TokenBytes.from_npy(read_listed(path, index.token_bytes), str(path))
 
 
 def _bytes_per_token(index: Index) -> float | None:
@@ -74,7 +93,7 @@ def open_shards(folder: Path, index: Index) -> tuple[list[Shard], list[Shard]]:
 
     Refuses a shard that the index does not list: it may belong to another packing.
     """
-    checksums.read_tokenizer_file(folder, index.tokenizer)
+    read_tokenizer_file(folder, index.tokenizer)
     if unlisted := _unlisted(folder, index):
         raise DamagedDataError(
             f"`{folder / unlisted[0]}` is not in the index of its folder",
@@ -101,7 +120,7 @@ def _open_listed(folder: Path, record: ShardRecord) -> Shard:
     if not record.sums:
         return shard  # packed by a version without checksums
     assert shard.mapped is not None
-    return replace(shard, verifier=checksums.ChunkVerifier(folder, record, shard.mapped))
+    return replace(shard, verifier=ChunkVerifier(folder, record, shard.mapped))
 
 
 # --- every byte ---------------------------------------------------------------------------------------------
@@ -136,46 +155,41 @@ def verify(folder: Path, progress: Callable[[int, int], object] = lambda done, t
 
 
 def _verify_tables(folder: Path, index: Index) -> Iterator[Damage]:
-    checks: list[tuple[str, Callable[[], object]]] = [
-        (index.tokenizer.file or "", lambda: checksums.read_tokenizer_file(folder, index.tokenizer)),
-        (TOKEN_BYTES, lambda: read_token_bytes(folder, index)),
-    ]
+    yield from _damage_of(index.tokenizer.file or "", lambda: read_tokenizer_file(folder, index.tokenizer))
+    yield from _damage_of(TOKEN_BYTES, lambda: read_token_bytes(folder, index))
     for record in index.shards:
         if record.sums:
-            checks.append((record.checksum_file, lambda record=record: checksums.read_checksums(folder, record)))  # type: ignore[misc]
-    for name, check in checks:
-        try:
-            check()
-        except DataError as error:
-            yield Damage(name, error.message)
+            yield from _damage_of(record.checksum_file, partial(read_checksums, folder, record))
 
 
-def _verify_shard(path: Path, record: ShardRecord, read: Callable[[int], object]) -> Iterator[Damage]:
+def _damage_of(file: str, check: Callable[[], object]) -> Iterator[Damage]:
+    try:
+        check()
+    except DataError as error:
+        yield Damage(file, error.message)
+
+
+def _verify_shard(path: Path, record: ShardRecord, progress: Callable[[int], object]) -> Iterator[Damage]:
     try:
         tokens = len(open_shard(path).tokens)
         if tokens != record.tokens:
             yield Damage(path.name, f"holds {tokens} tokens, but the index says {record.tokens}")
     except DataError as error:
         yield Damage(path.name, error.message)
-    whole, spans, end = sha256(), list[tuple[int, int]](), 0
-    try:
-        sums = checksums.read_checksums(path.parent, record)
-    except DataError:  # reported as damage of the checksum file
-        sums = np.empty(0, dtype="<u4")
-    for content in checksums.read_blocks(path):
-        whole.update(content)
-        for number, checksum in enumerate(checksums.checksums_of(content), end // checksums.CHUNK):
-            low = number * checksums.CHUNK
-            if number < len(sums) and checksum != sums[number]:
-                begin = spans.pop()[0] if spans and spans[-1][1] == low else low
-                spans.append((begin, min(low + checksums.CHUNK, end + len(content))))
-        end += len(content)
-        read(len(content))
-        if end > HEADER_BYTES + 4 * record.tokens:  # in uint32, the wider of the two
-            break  # longer than what was packed, perhaps by a terabyte: the rest need not be read
-    for span in spans:
+    # Longer than what was packed, in uint32 at most, perhaps by a terabyte: the rest need not be read.
+    whole, found = read_digests(path, progress, most=HEADER_BYTES + 4 * record.tokens)
+    spans: list[list[int]] = []
+    with suppress(DataError):  # reported as damage of the checksum file
+        wanted = read_checksums(path.parent, record)
+        number = min(len(wanted), len(found))
+        for chunk in np.flatnonzero(wanted[:number] != found[:number]).tolist():
+            if not spans or spans[-1][1] < chunk:
+                spans.append([chunk, chunk])
+            spans[-1][1] = chunk + 1
+    for first, last in spans:
+        span = first * CHUNK, min(last * CHUNK, path.stat().st_size)
         yield Damage(path.name, _describe_span(path, record, *span), *span)
-    if not spans and whole.hexdigest() != record.sha256:
+    if not spans and whole != record.sha256:
         yield Damage(path.name, "its SHA-256 differs from the index")
 
 

@@ -7,6 +7,10 @@
 Windows are read in random order, so the kernel is asked not to read ahead (it may read megabytes around two
 kilobytes), and all windows of a batch are announced before the first is read.
 
+A flipped byte is a token like any other, and a run would silently learn from it. So before tokens of packed data
+are handed out, the checksum of every chunk of 16 KiB that holds them is verified, once: verifying every time would
+read eight times the data that is used. Threads may verify concurrently; at worst, both read the same chunk.
+
 A token beyond the vocabulary, which on an accelerator would be an access outside the embedding, is an error that
 names shard and offset. The first 2^26 tokens are checked before the run begins: a wrong tokenizer is found at
 once.
@@ -15,23 +19,25 @@ Without an index (packed.py), a shard with `val` (or `valid`, `validation`) as a
 there is none, the last share of the tokens is, starting at the next document if one begins nearby.
 """
 
+import hashlib
 import mmap
 import re
+import sys
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.config.reading import open_regular
 from halfstep.config.run import DataConfig
-from halfstep.training.data.checksums import ChunkVerifier
 from halfstep.training.data.corpus import Corpus
+from halfstep.training.data.index import RESTORE, ShardRecord, read_checksums
 from halfstep.training.data.types import (
     DamagedDataError,
     DataContentError,
@@ -48,6 +54,9 @@ HEADER_WORDS = 256
 HEADER_BYTES = 4 * HEADER_WORDS
 DOCUMENT_START = 50256
 
+CHUNK = 1 << 14  # bytes that one checksum is of
+CHUNKS_AT_ONCE = 64  # that a pass over a whole file reads
+
 SCANNED_AT_ONCE = 1 << 22
 READ_AT_ONCE = 1 << 16  # slices of at least this many bytes are announced before they are read
 SCANNED_AT_LOAD = 1 << 26
@@ -55,6 +64,63 @@ BOUNDARY_REACH = 1 << 20
 SAMPLED_PAGES, PAGE = 16, 4096
 
 _HELD_OUT = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])", re.IGNORECASE)
+
+
+class ChunkVerifier:
+    """Verifies the chunks of one shard, each once. A table of one byte per chunk says which were."""
+
+    def __init__(self, folder: Path, record: ShardRecord, mapped: mmap.mmap):
+        self._folder, self._record, self._mapped = folder, record, mapped
+        self._checksums: NDArray[np.uint32] = np.empty(0, dtype="<u4")  # read on first use
+        self._verified = bytearray()  # 1 per verified chunk; empty until the checksums are read
+
+    def is_verified(self, begin: int, end: int) -> bool:
+        """Whether all chunks of bytes begin to end are verified."""
+        first, last = begin // CHUNK, -(-end // CHUNK)
+        return self._verified.count(1, first, last) == last - first
+
+    def bytes_to_read(self, begin: int, end: int) -> tuple[int, int]:
+        """Returns the byte range to read in order to use bytes begin to end: whole chunks until verified."""
+        if self.is_verified(begin, end):
+            return begin, end
+        return begin // CHUNK * CHUNK, min(-(-end // CHUNK) * CHUNK, len(self._mapped))
+
+    def find_damage(self, begin: int, end: int) -> tuple[int, int] | None:
+        """Verifies the chunks of bytes begin to end; returns the byte range of the first damaged one."""
+        if not self._verified:
+            checksums, number = read_checksums(self._folder, self._record), -(-len(self._mapped) // CHUNK)
+            if len(checksums) != number:
+                raise DamagedDataError(
+                    f"`{self._folder / self._record.checksum_file}` holds {len(checksums)} checksums, but its "
+                    f"shard has {number} chunks",
+                    hint=RESTORE,
+                )
+            self._checksums, self._verified = checksums, bytearray(number)
+        verified, content = self._verified, memoryview(self._mapped)
+        for number in range(begin // CHUNK, -(-end // CHUNK)):
+            if not verified[number]:
+                low = number * CHUNK
+                chunk = content[low : low + CHUNK]
+                if crc32(chunk) != self._checksums[number]:
+                    return low, low + len(chunk)
+                verified[number] = 1
+        return None
+
+
+def read_digests(
+    path: Path, progress: Callable[[int], object] = lambda num_bytes: None, most: int = sys.maxsize
+) -> tuple[str, NDArray[np.uint32]]:
+    """Returns the SHA-256 of a file and the checksums of its chunks, in one pass; stops beyond `most` bytes.
+
+    Reports the number of bytes of each read.
+    """
+    whole, sums = hashlib.sha256(), list[int]()
+    with open_regular(path) as file:
+        while file.tell() <= most and (content := file.read(CHUNKS_AT_ONCE * CHUNK)):
+            whole.update(content)
+            sums += [crc32(content[low : low + CHUNK]) for low in range(0, len(content), CHUNK)]
+            progress(len(content))
+    return whole.hexdigest(), np.array(sums, dtype="<u4")
 
 
 @dataclass(frozen=True)
@@ -81,7 +147,7 @@ class Shard:
 
     def announce(self, low: int, high: int) -> None:
         """Tells the kernel that tokens low to high are read soon; returns at once."""
-        if self.mapped is not None and hasattr(self.mapped, "madvise"):
+        if self.mapped is not None:
             begin, end = self._byte_range(low, high)
             if self.verifier is not None:
                 begin, end = self.verifier.bytes_to_read(begin, end)
@@ -224,8 +290,7 @@ def open_shard(path: Path) -> Shard:
         raise DamagedDataError(f"shard `{path}` is {problem}: {sizes}", hint=again)
     with open_regular(path) as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    if hasattr(mapped, "madvise"):
-        mapped.madvise(mmap.MADV_RANDOM)
+    mapped.madvise(mmap.MADV_RANDOM)
     # Not np.memmap: slicing one costs ten times as much as slicing an array.
     tokens = np.frombuffer(mapped, dtype=dtype, count=num_tokens, offset=HEADER_BYTES)
     return Shard(path, tokens, mapped=mapped)
@@ -284,7 +349,7 @@ def split_tail(
 
 def shards_digest(shards: Sequence[Shard], num_train: int) -> str:
     """Identifies shards by names, sizes, sampled pages (including the first and the last), and the split."""
-    identity = blake2b(digest_size=16)
+    identity = hashlib.blake2b(digest_size=16)
     for shard in shards:
         itemsize = shard.tokens.itemsize
         num_bytes = itemsize * len(shard.tokens)

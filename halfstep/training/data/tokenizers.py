@@ -31,8 +31,7 @@ from numpy.typing import NDArray
 
 from halfstep.config.reading import MOST_TOKENIZER, parse_json, read_bytes
 from halfstep.core.errors import did_you_mean, one_of
-from halfstep.training.data.checksums import read_tokenizer_file
-from halfstep.training.data.index import INDEX, is_packed, read_index
+from halfstep.training.data.index import INDEX, is_packed, read_index, read_tokenizer_file
 from halfstep.training.data.tokenizer_base import (
     NO_SEPARATOR,
     BytesTokenizer,

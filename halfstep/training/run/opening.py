@@ -28,7 +28,7 @@ from halfstep.core.errors import SettingConflictError
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import slow_formats
 from halfstep.training.checkpoints.writer import warn_of_keep_best
-from halfstep.training.data.batches import Batches, batches_of
+from halfstep.training.data.batches import batches_of
 from halfstep.training.data.corpus import Corpus
 from halfstep.training.data.load import load_corpus
 from halfstep.training.evaluation import check_held_out
@@ -47,14 +47,8 @@ from halfstep.training.weights.pretrained import Pretrained, open_pretrained
 class Parts:
     """An open run: what the loop trains, on what, and where."""
 
-    config: RunConfig  # with the digest of the initial weights, if they were given
-    schedule: PolicySchedule
-    corpus: Corpus
-    batches: Batches
+    context: RunContext  # its configuration has the digest of the initial weights, if they were given
     pretrained: Pretrained | None  # the weights a new run begins with, if they were given
-    session: Session
-    health: Health
-    context: RunContext
     lock: RunLock
     start: int  # the step to start from
     warnings: list[str]
@@ -96,10 +90,9 @@ def open_parts(
         schedule.check(config.model)
         # A checkpoint may be that of the last step before a change: the loop makes it, as it would have.
         session = _open_session(config, schedule.of_step(0 if opened is None else opened.step), device, pretrained)
-        health = Health(config.training.rollback)
         origin = None if pretrained is None else pretrained.record()
-        parts = (corpus, batches, session, health)
-        context = RunContext(config, policy, *parts, choice=choice, origin=origin, ranks=job.ranks)
+        known = (corpus, batches, session, Health(config.training.rollback))
+        context = RunContext(config, policy, *known, choice=choice, origin=origin, ranks=job.ranks)
         if opened is None:
             lock, start = _begin(out, context, job), 0
             found += [lock.warning] if lock.warning else []
@@ -114,7 +107,7 @@ def open_parts(
         found += later.warnings if i else []  # of the first, its caller has warned
         found += slow_formats(later, session.description)
     found += getattr(session, "notes", [])  # what was decided by measurement, or by a checkpoint
-    return Parts(config, schedule, corpus, batches, pretrained, session, health, context, lock, start, found)
+    return Parts(context, pretrained, lock, start, found)
 
 
 def _open_pretrained(config: RunConfig, corpus: Corpus, warnings: list[str]) -> Pretrained:

@@ -303,18 +303,14 @@ def _read_payload(data: bytes, name: str) -> bytes:
             f"`{name}` is not an artifact of halfstep", hint="`halfstep artifact RUN` writes one"
         )
     if len(data) < HEADER_BYTES:
-        raise DamagedArtifactError(
-            f"`{name}` is truncated: it has {len(data)} bytes", hint="write or fetch it again"
-        )
+        raise _damage_error(name, f"is truncated: it has {len(data)} bytes")
     if data[7] != VERSION:
         raise DamagedArtifactError(
             f"`{name}` is an artifact of version {data[7]}, and this halfstep reads version {VERSION}",
             hint="write it again with `halfstep artifact RUN`, or update halfstep",
         )
     if hashlib.sha256(data[40:]).digest() != data[8:40]:
-        raise DamagedArtifactError(
-            f"`{name}` is damaged: its digest is not its own", hint="write or fetch it again"
-        )
+        raise _damage_error(name, "is damaged: its digest is not its own")
     length = int.from_bytes(data[40:48], "little")
     if not fits_in_memory(length):  # a few bytes can stand for many
         raise DamagedArtifactError(f"`{name}` holds {length:,} bytes, more than this machine has memory for")
@@ -322,12 +318,14 @@ def _read_payload(data: bytes, name: str) -> bytes:
         opened = zlib.decompressobj()
         plain = opened.decompress(data[HEADER_BYTES:], length + 1)
     except (zlib.error, OverflowError) as error:
-        raise DamagedArtifactError(f"`{name}` is damaged: {error}", hint="write or fetch it again") from None
+        raise _damage_error(name, f"is damaged: {error}") from None
     if len(plain) != length or not opened.eof or opened.unused_data:
-        raise DamagedArtifactError(
-            f"`{name}` is damaged: it does not hold {length} bytes", hint="write or fetch it again"
-        )
+        raise _damage_error(name, f"is damaged: it does not hold {length} bytes")
     return plain
+
+
+def _damage_error(name: str, what: str) -> DamagedArtifactError:
+    return DamagedArtifactError(f"`{name}` {what}", hint="write or fetch it again")
 
 
 def _parse(plain: bytes, name: str) -> tuple[ModelConfig, Arrays, dict[str, Any]]:

@@ -379,15 +379,6 @@ def test_a_damaged_newest_one_is_passed_over_only_if_allowed(tmp_path, name):
     assert (tmp_path / "step-000003.damaged-2").is_dir()
 
 
-def test_if_none_is_whole_all_are_left_alone(tmp_path):
-    assert load_newest(tmp_path) is None
-    for step in (1, 2):
-        (save(tmp_path, step, arrays_of(step), META) / "manifest.json").unlink()
-    with pytest.raises(DamagedCheckpointError, match="step-000002"):
-        load_newest(tmp_path, allow_older=True)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-000001", "step-000002"]
-
-
 def rewrite(path, **changes):
     """A manifest that verifies and yet says something else."""
     manifest = json.loads((path / "manifest.json").read_text()) | changes

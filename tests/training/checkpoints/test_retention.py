@@ -47,12 +47,6 @@ def test_the_best_stays_and_is_found_again(tmp_path):
     assert best_step(survey(tmp_path / "nowhere")) is None
 
 
-def test_what_is_protected_stays_however_many_bad_ones_follow(tmp_path):
-    make(tmp_path, **{f"s{step}": None for step in (2, 4, 6, 8)})
-    prune(tmp_path, Retention(last=1), good=5)
-    assert names(tmp_path) == [4, 8]
-
-
 def test_one_that_was_due_is_kept_before_one_that_a_stop_left(tmp_path):
     def made(*steps):
         for step in steps:

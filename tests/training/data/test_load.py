@@ -143,14 +143,6 @@ def test_pieces_add_up_and_end_between_characters(content):
     assert all(len(piece) >= size for piece in pieces[:-1])
 
 
-@pytest.mark.parametrize("character", ["é", "€", "🙂"])
-def test_text_without_lines_is_cut_between_characters(character):
-    for shift in range(4):
-        pieces = cut(("a" * shift + character * 20_000).encode())
-        assert len(pieces) > 4
-        assert "".join(piece.decode() for piece in pieces) == "a" * shift + character * 20_000
-
-
 def test_a_folder_reads_text_in_order_of_paths_and_counts_the_rest(tree, tmp_path):
     files = {f"{n % 3}/doc{n}.md": f"document {n}" for n in range(30)}
     tree(tmp_path, files | {"é.txt": "naïve\n", "empty.txt": ""})

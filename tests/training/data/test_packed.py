@@ -15,11 +15,10 @@ import pytest
 from halfstep.core.errors import printable
 from halfstep.training.data import index as shardindex
 from halfstep.training.data.batches import Batches
-from halfstep.training.data.checksums import CHUNK
 from halfstep.training.data.index import Index, Packing, ShardRecord, SideRecord, read_index, write_index
 from halfstep.training.data.load import load_corpus
 from halfstep.training.data.packed import verify
-from halfstep.training.data.shards import header
+from halfstep.training.data.shards import CHUNK, header
 from halfstep.training.data.tokenizer_base import BytesTokenizer
 from halfstep.training.data.types import DamagedDataError, DataError
 from tests.refusals import refuses

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from halfstep.training.data.prefetch import Prefetch
+from halfstep.training.data.batches import Prefetch
 
 
 def threads():

@@ -196,17 +196,6 @@ def test_a_bad_shard_and_one_that_cannot_be_opened_are_named(tmp_path):
         open_shard(tmp_path / "a.bin")
 
 
-def test_a_token_beyond_the_vocabulary_is_named_with_shard_and_offset(tmp_path):
-    for n in range(3):
-        tokens = numbers(n, 400, high=1000)
-        if n == 1:
-            tokens[123] = 1024
-        write_shard(tmp_path / f"{n}.bin", tokens)
-    with pytest.raises(VocabularyError, match=r"1\.bin` contains token 1024 at offset 123, but .* only 1024"):
-        load_corpus(str(tmp_path), 0.1, 1024)
-    assert len(load_corpus(str(tmp_path), 0.1, 1025).train)
-
-
 def test_a_token_past_the_scan_is_found_when_it_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "SCANNED_AT_LOAD", 100)
     monkeypatch.setattr(shards, "SCANNED_AT_ONCE", 30)

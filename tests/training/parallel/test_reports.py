@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from halfstep.training.job import Job, RankError
-from halfstep.training.telemetry.watchdog import UNHEARD, Row, describe
+from halfstep.training.job import UNHEARD, Job, RankError, Row, describe
 
 
 def row(beats, number, what="step 3", line="all_reduce (distributed_c10d.py:1)"):

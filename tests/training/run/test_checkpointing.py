@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from halfstep.core.errors import ConfigError, ScaleFloorError
+from halfstep.core.errors import ConfigError
 from halfstep.training import paths
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.tensors import CheckpointError, DamagedCheckpointError
@@ -263,13 +263,3 @@ def test_data_that_cannot_be_read_at_the_first_step_leaves_no_checkpoint(text, t
     with pytest.raises(DataError):
         loop.run()
     assert left(tmp_path / "run") == []
-
-
-@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.prove), "mlx"])
-def test_a_scale_at_its_floor_says_what_helps_by_the_pass(text, tmp_path, backend):
-    pytest.importorskip("mlx.core" if backend == "mlx" else backend)
-    native = "fp16-mixed" if backend == "jax" else "fp16-mixed,emulate=true"  # to emulate op by op takes JAX long
-    policy = f"{native},scale=dynamic:init=16777216:floor=16777216"  # gradients beyond fp16
-    loop = start(text, tmp_path / "run", f"backend={backend}", policy=policy)
-    with pytest.raises(ScaleFloorError):
-        loop.run()

@@ -4,9 +4,7 @@ import os
 import signal
 
 import pytest
-import torch
 
-from halfstep.config.load import load
 from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.report.page import render
@@ -15,11 +13,9 @@ from halfstep.training.checkpoints import checkpoint
 from halfstep.training.loop import Loop
 from halfstep.training.run.resume import open_run
 from halfstep.training.run.trained import open_trained
-from halfstep.training.session import open_session
 from halfstep.training.telemetry.events import read_events
 from tests.processes import SERVER
 from tests.training.runs import (
-    SMALL,
     events_of,
     final_state,
     interrupt_at,
@@ -62,19 +58,6 @@ def test_the_policy_changes_after_its_step_and_is_recorded(plain):
     assert before != after
     assert [(e["since"], e["step"]) for e in events_of(out, "layers")] == [(0, 2), (2, 3), (3, 4), (4, 6)]
     assert open_trained(out, "cpu").policy == Policy.parse(BF16)
-
-
-def test_nothing_that_was_learned_changes_with_the_policy(plain, out):
-    text, _ = plain
-    loop = begin(text, out, "training.ema=0.9")
-    interrupt_at(loop, 1)
-    before = loop.session.state()
-    for policy in (FP16, FP8, f"{BF16},param=fp32:split", BF16):
-        loop.session.change_policy(Policy.parse(policy))
-    after = loop.session.state()
-    assert {n: (*v[:2], bytes(v.data)) for n, v in before.items() if not n.startswith("amax")} == {
-        n: (*v[:2], bytes(v.data)) for n, v in after.items()
-    }
 
 
 @pytest.mark.parametrize(
@@ -142,16 +125,6 @@ def test_more_steps_move_a_change_that_is_a_share_of_them(plain, out):
     assert [after for after, _ in loop.schedule.phases] == [0, 5]
     assert loop.session.policy == Policy.parse(FP8)
     loop.lock.release()
-
-
-def test_a_loss_scale_is_kept_if_both_policies_scale_alike(text):
-    session = open_session(load("tiny", [f"data.source={text}", *SMALL]), Policy.parse(FP16), "cpu")
-    scales = []
-    for policy in (f"{FP16},norm=fp16", BF16, FP16):
-        session.run.scale_state = session.run.scale_state._replace(scale=torch.tensor(8.0))
-        session.change_policy(Policy.parse(policy))
-        scales.append(float(session.run.scale_state.scale))
-    assert scales == [8.0, 1.0, 65536.0]
 
 
 @pytest.mark.parametrize(

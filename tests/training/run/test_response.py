@@ -15,7 +15,6 @@ from halfstep.core.errors import ConfigError, HalfstepError, ResumeError, ScaleF
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.writer import best_step, survey
 from halfstep.training.data import batches
-from halfstep.training.data.shards import Shard, ShardedTokens
 from halfstep.training.data.types import DataMismatchError
 from halfstep.training.files import LockedError
 from halfstep.training.loop import Loop
@@ -69,15 +68,6 @@ def test_a_loss_that_is_not_finite_counts_though_its_gradients_are(text, out, ca
     assert "step 6 had a loss that is not finite; its data begins in" in capsys.readouterr().err
 
 
-def test_a_token_of_shards_is_found_by_file_and_offset(tmp_path):
-    numbers = np.arange(10, dtype=np.uint16)
-    parts = [Shard(tmp_path / "a.bin", numbers[2:6], 2), Shard(tmp_path / "b.bin", numbers[:3])]
-    tokens = ShardedTokens(parts, 100)
-    places = [tokens.locate(place) for place in range(len(tokens))]
-    a, b = str(tmp_path / "a.bin"), str(tmp_path / "b.bin")
-    assert places == [(a, 2), (a, 3), (a, 4), (a, 5), (b, 0), (b, 1), (b, 2)]
-
-
 def test_a_run_that_diverged_names_the_tensor_and_keeps_the_checkpoint_from_before(text, out):
     loop = start(text, out, "training.steps=100", "training.save_every=5", "training.keep_last=1")
     at_step(loop, 13, lambda: ruin(loop))
@@ -103,14 +93,6 @@ def test_an_update_that_ruins_the_weights_it_saves_does_not_push_out_the_ones_be
     weight = np.frombuffer(left["step-000010"]["model.blocks.0.mlp.up.weight"].data, np.float32)
     assert np.isfinite(weight).all()
     assert f"--init {out / 'checkpoints' / 'step-000010'}" in caught.value.hint
-
-
-def test_a_run_that_never_was_finite_leaves_a_checkpoint_too(text, tmp_path):
-    loop = start(text, tmp_path / "run", "training.steps=100", "training.save_every=99")
-    loop.session.model.embed.weight.data[:] = math.nan
-    with pytest.raises(ScaleFloorError):
-        loop.run()
-    assert checkpoint.latest(tmp_path / "run" / "checkpoints").name == "step-000050"
 
 
 def test_a_checkpoint_left_behind_says_the_step_that_its_weights_are_after(text, tmp_path, monkeypatch):
@@ -417,19 +399,6 @@ def test_a_signal_without_time_to_save_reports_what_is_lost(text, tmp_path, caps
     assert (outcome.step, outcome.saved) == (6, 4)
     assert "NOT SAVED in time: --resume continues after step 4" in capsys.readouterr().err
     assert start(text, tmp_path / "run", resume=True).start == 4
-
-
-@pytest.mark.parametrize("backend", [pytest.param("jax", marks=pytest.mark.prove), "mlx"])
-def test_other_backends_resume_bit_for_bit_too(text, tmp_path, backend):
-    pytest.importorskip("mlx.core" if backend == "mlx" else "jax")
-    extra = [f"backend={backend}", "training.steps=5", "training.save_every=2"]
-    whole, halved = tmp_path / "whole", tmp_path / "halved"
-    start(text, whole, *extra).run()
-    interrupt_at(start(text, halved, *extra), 2)
-    again = start(text, halved, *extra, resume=True)
-    assert again.start == 2
-    again.run()
-    assert final_state(whole)[0] == final_state(halved)[0]
 
 
 def test_determinism_sets_early_variables_and_refuses_what_cannot(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ returns the state to resume from. `resume` discards whatever was written after t
 
 import os
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.config.schema import Count
-from halfstep.training.data.checksums import digests
 from halfstep.training.data.index import ShardRecord, SideRecord
-from halfstep.training.data.shards import HEADER_BYTES, header
+from halfstep.training.data.shards import HEADER_BYTES, header, read_digests
 from halfstep.training.data.tokenizer_base import TokenBytes
 from halfstep.training.data.types import DamagedDataError, TokenArray
 from halfstep.training.files import PARTIAL, flush, write_whole
@@ -157,9 +157,10 @@ class ShardWriter:
             file.write(header(tokens, self.dtype))
             file.flush()
             os.fsync(file.fileno())
-        computed = digests(partial)
-        record = ShardRecord(path.name, tokens, size, documents, computed.sha256, computed.sums)
-        write_whole(self.folder / record.checksum_file, computed.chunks)  # first: a shard with a name can be read
+        whole, checksums = read_digests(partial)
+        sums = checksums.tobytes()
+        record = ShardRecord(path.name, tokens, size, documents, whole, sha256(sums).hexdigest())
+        write_whole(self.folder / record.checksum_file, sums)  # first: a shard with a name can be read
         os.replace(partial, path)
         return record
 
