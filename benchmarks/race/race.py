@@ -174,7 +174,7 @@ class Race:
         """Writes the tokens of every update and the held-out text into files that all workers read."""
         import numpy as np
 
-        from halfstep.training.data.batches import Batches, validation_batches
+        from halfstep.training.data.batches import Batches, validation_readers
         from halfstep.training.data.load import load_corpus
 
         s = self.setting
@@ -184,10 +184,10 @@ class Race:
         )
         updates = WARM_STEPS + self.rounds * (self.steps + 1)
         tokens = np.stack([batches.at(step) for step in range(updates)]).astype(np.uint16)
-        windows = validation_batches(
+        readers = validation_readers(
             corpus.validation, context=s.context, batch=s.batch, limit_tokens=HELD_OUT_WINDOWS * s.context
         )
-        held_out = np.concatenate(list(windows)).astype(np.uint16)
+        held_out = np.concatenate([read() for read in readers]).astype(np.uint16)
         self.setting = replace(
             s, tokens=str(self.folder / "tokens.npy"), held_out=str(self.folder / "held_out.npy")
         )

@@ -20,7 +20,7 @@ from benchmarks.race.recipe_sources import Arm
 from halfstep.config.run import RunConfig
 from halfstep.config.weights import initial_weights
 from halfstep.core.policy import Policy
-from halfstep.training.data.batches import Batches, Prefetch, validation_batches
+from halfstep.training.data.batches import Batches, Prefetch, validation_readers
 from halfstep.training.data.load import load_corpus
 from halfstep.training.evaluation import evaluate
 from halfstep.training.schedule import factor
@@ -180,13 +180,13 @@ class Source(Trainer):
     def evaluate(self) -> float:
         """Returns the held-out loss."""
         total, count = 0.0, 0
-        given = validation_batches(
+        readers = validation_readers(
             self.corpus.validation,
             context=self.config.model.context,
             batch=self.config.training.batch,
             limit_tokens=self.config.training.validation_tokens,
         )
-        for windows in given:
+        for windows in (read() for read in readers):
             total += float(self.arm.evaluate(self.batch(windows))) * windows[:, 1:].size
             count += windows[:, 1:].size
         return total / count

@@ -28,7 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for benchmarks
 from benchmarks.gpt2 import GPT2
 from halfstep.torch import AdamW, prepare
-from halfstep.training.data.batches import Batches, validation_batches
+from halfstep.training.data.batches import Batches, validation_readers
 from halfstep.training.data.corpus import Corpus
 from halfstep.training.data.load import load_corpus
 
@@ -89,7 +89,8 @@ class Policy:
         seconds = time.perf_counter() - start
         losses, limit = [], HELD_OUT * options.context
         with torch.no_grad(), self.run.evaluation():
-            for tokens in validation_batches(corpus.validation, limit_tokens=limit, **size):
+            for read in validation_readers(corpus.validation, limit_tokens=limit, **size):
+                tokens = read()
                 losses.append((float(self.model(*pairs(tokens, options.device))), len(tokens)))
         held_out = sum(loss * count for loss, count in losses) / sum(count for _, count in losses)
         yield {"held_out": held_out, "seconds": seconds, "skipped": int(skipped), "scale": float(result.scale)}

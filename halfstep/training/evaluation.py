@@ -63,7 +63,7 @@ def evaluate(
     The processes of a job take turns at its batches. Sums are added in the order of ranks: all get the same.
     """
     job, size = job or Job(), 0.0  # the bytes that all targets stand for; 0 if unknown
-    batches = _batches(corpus, config)
+    batches = held_out_batches(corpus, config)
 
     def counted() -> Iterator[TokenBatch]:
         nonlocal size
@@ -89,12 +89,8 @@ def _num_bytes(corpus: Corpus, before: NDArray[Any], tokens: NDArray[Any]) -> fl
     return tokens.size * (corpus.bytes_per_token or 0.0)
 
 
-def check_held_out(corpus: Corpus, config: RunConfig) -> None:
-    """Refuses held-out text that is too short to evaluate on, before anything is trained."""
-    _batches(corpus, config)
-
-
-def _batches(corpus: Corpus, config: RunConfig) -> Sequence[Callable[[], TokenBatch]]:
+def held_out_batches(corpus: Corpus, config: RunConfig) -> Sequence[Callable[[], TokenBatch]]:
+    """Returns a function for each batch of held-out text, which reads it; refuses text that is too short."""
     return validation_readers(
         corpus.validation,
         context=config.model.context,

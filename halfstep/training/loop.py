@@ -170,18 +170,6 @@ class Loop:
         self.meters.start()
         self._print_warnings()
         try:
-            return self._run_to_its_end()
-        finally:
-            if not self.events.retry():
-                number, why = self.events.unwritten, self.events.failure
-                self.bar.note(f"NOT WRITTEN: the last {number} events are lost: {why}")
-
-    def _print_warnings(self) -> None:
-        for message in self.warnings:
-            self.bar.note(f"warning: {message}")
-
-    def _run_to_its_end(self) -> Outcome:
-        try:
             with memory.convert_oom(self.session.is_out_of_memory, self._oom_error):
                 self._train()
             self.job.set_activity("saving the last step", timed=False)
@@ -194,10 +182,19 @@ class Loop:
         except Exception:
             self.checkpointer.wait()
             raise
-        finished = saved and self.last_evaluation is not None
-        if not finished:
-            self._report_stop(saved)
-        return self._finish(finished)
+        else:
+            finished = saved and self.last_evaluation is not None
+            if not finished:
+                self._report_stop(saved)
+            return self._finish(finished)
+        finally:
+            if not self.events.retry():
+                number, why = self.events.unwritten, self.events.failure
+                self.bar.note(f"NOT WRITTEN: the last {number} events are lost: {why}")
+
+    def _print_warnings(self) -> None:
+        for message in self.warnings:
+            self.bar.note(f"warning: {message}")
 
     def _oom_error(self) -> HalfstepError:
         """Returns the error of a step that did not fit. It may have changed some weights: nothing is saved."""

@@ -80,7 +80,7 @@ def oom_while_training(
     resume = "" if saved is None else f"; --resume continues after step {saved}"
     return OutOfMemoryError(
         f"the device ran out of memory after step {step}: {format_bytes(held)}{has} were held",
-        hint=f"{' or '.join(_ways(config))}{resume}",
+        hint=f"{' or '.join(_remedies(config))}{resume}",
     )
 
 
@@ -100,7 +100,7 @@ def oom_while_building(config: RunConfig, capacity: int | None) -> OutOfMemoryEr
     )
 
 
-def _ways(config: RunConfig) -> list[str]:
+def _remedies(config: RunConfig) -> list[str]:
     training = config.training
     ways = []
     if training.batch > 1:

@@ -35,7 +35,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -413,30 +413,37 @@ def num_rows(shape: Sequence[int]) -> int:
     return shape[0] if shape else 1
 
 
+def rows_in_files(entry: Mapping[str, Any]) -> dict[str, Sequence[int]]:
+    """Returns which rows of a tensor each file holds: the first, and the one after the last."""
+    return entry.get("rows") or {entry.get("file", STATE): (0, num_rows(entry["shape"]))}
+
+
+def make_whole(ranges: Iterable[Sequence[int]], rows: int) -> bool:
+    """Whether ranges of rows are all rows of a tensor, each once."""
+    end = 0
+    for each in sorted(map(tuple, ranges)):
+        if len(each) != 2 or each[0] != end:
+            return False
+        end = each[1]
+    return end == rows
+
+
 def _pieces(manifest: Mapping[str, Any]) -> dict[str, dict[str, Piece]]:
     """Returns what each file holds."""
     there: dict[str, dict[str, Piece]] = {file: {} for file in manifest["files"]}
     for name, entry in manifest["tensors"].items():
-        shape, dtype = tuple(entry["shape"]), entry["dtype"]
-        if rows := entry.get("rows"):
-            for file, (start, stop) in rows.items():
-                there[file][name] = Piece(start, stop, (stop - start, *shape[1:]), dtype)
-        else:
-            there[entry.get("file", STATE)][name] = Piece(0, num_rows(shape), shape, dtype)
+        for file, (start, stop) in rows_in_files(entry).items():
+            shape = (stop - start, *entry["shape"][1:]) if entry["shape"] else ()
+            there[file][name] = Piece(start, stop, shape, entry["dtype"])
     return there
 
 
 def _check_pieces(file: Path, manifest: Mapping[str, Any]) -> None:
     """Refuses a table of tensors with rows that are in no file, or in two."""
     for name, entry in manifest["tensors"].items():
-        rows, shape = entry.get("rows") or {}, entry["shape"]
-        named = [*rows] or [entry.get("file", STATE)]
-        whole = [[0, num_rows(shape)]]
-        ranges = sorted(map(list, rows.values())) or whole
-        ends = [0, *(each[-1] for each in ranges if each)]
-        covered = all(len(each) == 2 and each[0] == end for each, end in zip(ranges, ends, strict=False))
-        fits = covered and ends[-1] == whole[0][1] and bool(shape or not rows)
-        if not fits or any(each not in manifest["files"] for each in named):
+        held, shape = rows_in_files(entry), entry["shape"]
+        fits = make_whole(held.values(), num_rows(shape)) and bool(shape or not entry.get("rows"))
+        if not fits or any(each not in manifest["files"] for each in held):
             raise damage_error(file, f"it does not say where all rows of tensor `{name}` are")
         if entry["dtype"] not in DTYPES:
             raise damage_error(file, f"tensor `{name}` has dtype {entry['dtype']}")

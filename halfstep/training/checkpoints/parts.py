@@ -25,16 +25,7 @@ from typing import Any
 from halfstep.config.reading import MOST_TABLE, parse_json, read_bytes
 from halfstep.core.errors import HalfstepError
 from halfstep.core.state_format import Part, Snapshot, Stored
-from halfstep.training.checkpoints.checkpoint import (
-    FORMAT_OF_PARTS,
-    name_write_errors,
-    num_rows,
-    open_folder,
-    put_in_place,
-    remove_leftovers,
-    table,
-    write_manifest,
-)
+from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.tensors import (
     CheckpointError,
     CheckpointWriteError,
@@ -65,10 +56,10 @@ def save_part(
     target = folder / f"step-{step:06d}"
     partial = target.with_name(f"{target.name}.partial-{token}")
     try:
-        with name_write_errors(target):
-            open_folder(folder, target)
+        with checkpoint.name_write_errors(target):
+            checkpoint.open_folder(folder, target)
             if rank == 0:
-                remove_leftovers(folder, besides=partial.name)
+                checkpoint.remove_leftovers(folder, besides=partial.name)
             os.makedirs(partial, exist_ok=True)
             _write_part(partial, read(), rank, ranks)
     except Exception as error:
@@ -82,14 +73,14 @@ def save_part(
     if rank > 0:
         return _wait_for_rank_0(partial, target)
     try:
-        with name_write_errors(target):
+        with checkpoint.name_write_errors(target):
             notes = _wait_for_notes(partial, target, ranks)
             tensors = _merge_tables(notes, target)
             files = {f"{name}.safetensors": note["file"] for name, note in notes.items() if note["file"]}
             for name in notes:
                 (partial / f"{name}.json").unlink()
-            own = {"format": FORMAT_OF_PARTS, "step": step, "files": files, "tensors": tensors}
-            put_in_place(partial, target, write_manifest(partial, own, meta))
+            own = {"format": checkpoint.FORMAT_OF_PARTS, "step": step, "files": files, "tensors": tensors}
+            checkpoint.put_in_place(partial, target, checkpoint.write_manifest(partial, own, meta))
     except Exception:
         _give_up(partial)
         raise
@@ -103,7 +94,7 @@ def part_name(rank: int, ranks: int) -> str:
 
 def _write_part(partial: Path, arrays: Mapping[str, Stored], rank: int, ranks: int) -> None:
     file = partial / f"{part_name(rank, ranks)}.safetensors"
-    tensors = table(arrays)
+    tensors = checkpoint.table(arrays)
     for name, record in arrays.items():
         if isinstance(record, Part):
             tensors[name]["rows"] = record.rows
@@ -177,12 +168,8 @@ def _merge_tables(notes: Mapping[str, Mapping[str, Any]], target: Path) -> dict[
                 raise _ill_fitting_error(target, name)
             entry["rows"][file] = [start, start + here["shape"][0]]
     for name, entry in tensors.items():
-        end = 0
-        for start, stop in sorted(entry.get("rows", {}).values()):
-            if start != end:
-                raise _ill_fitting_error(target, name)
-            end = stop
-        if "rows" in entry and end != num_rows(entry["shape"]):
+        ranges, rows = checkpoint.rows_in_files(entry).values(), checkpoint.num_rows(entry["shape"])
+        if not checkpoint.make_whole(ranges, rows):
             raise _ill_fitting_error(target, name)
     return tensors
 

@@ -94,7 +94,7 @@ def read_header(file: Path, expected: Mapping[str, Any], held: Mapping[str, Piec
         for name in sorted(stated.keys() | there.keys()):
             was, now = stated.get(name), there.get(name)
             if was != now:
-                reason = f"tensor `{name}` is {_shown(now)} in {file.name}, expected {_shown(was)}"
+                reason = f"tensor `{name}` is {_describe(now)} in {file.name}, expected {_describe(was)}"
                 raise damage_error(file.parent / MANIFEST, reason)
     except DamagedCheckpointError:
         with name_read_errors(file):
@@ -170,7 +170,7 @@ def check_digest(file: Path, sha256: str, expected: Mapping[str, Any]) -> None:
         raise damage_error(file, f"its SHA-256 is {sha256}, expected {expected['sha256']}")
 
 
-def _shown(described: tuple[str, tuple[int, ...]] | None) -> str:
+def _describe(described: tuple[str, tuple[int, ...]] | None) -> str:
     return "absent" if described is None else f"{described[0]} of shape {list(described[1])}"
 
 

@@ -111,10 +111,11 @@ class Batches:
                 f"an update has {micro} x {batch} = {micro * batch} sequences, which is fewer than {ranks} ranks",
                 hint="raise training.batch, or start fewer processes",
             )
+        fewer = next(n for n in range(ranks - 1, 0, -1) if micro % n == 0 or batch % n == 0)
+        multiple = f"make training.batch or training.micro_batches a multiple of {ranks}"
         raise DataSizeError(
             f"{micro * batch} sequences, in micro-batches of {batch}, cannot be divided among {ranks} ranks",
-            hint=f"make training.batch or training.micro_batches a multiple of {ranks}, or start "
-            f"{_fitting(micro, batch, ranks)} processes",
+            hint=f"{multiple}, or start {fewer} processes",
         )
 
     def locate(self, step: int, rank: int = 0, ranks: int = 1, micro_batch: int | None = None) -> list[Place]:
@@ -166,11 +167,6 @@ class Batches:
         return cached[1]
 
 
-def _fitting(micro: int, batch: int, ranks: int) -> int:
-    """Returns the largest number of ranks below the given one that an update can be divided among."""
-    return next(n for n in range(ranks - 1, 0, -1) if micro % n == 0 or batch % n == 0)
-
-
 def batches_of(config: RunConfig, tokens: Tokens) -> Batches:
     """Returns the batches of a run, given its training text."""
     training = config.training
@@ -184,18 +180,13 @@ def batches_of(config: RunConfig, tokens: Tokens) -> Batches:
     )
 
 
-def validation_batches(
-    tokens: Tokens, *, context: int, batch: int, limit_tokens: int, name: str = "the held-out text"
-) -> Iterator[TokenBatch]:
-    """Yields at most limit_tokens // context whole windows, in order, as (batch, context + 1)."""
-    readers = validation_readers(tokens, context=context, batch=batch, limit_tokens=limit_tokens, name=name)
-    return (read() for read in readers)
-
-
 def validation_readers(
     tokens: Tokens, *, context: int, batch: int, limit_tokens: int, name: str = "the held-out text"
 ) -> Sequence[Callable[[], TokenBatch]]:
-    """Returns a function for each batch of `validation_batches`, which reads that batch."""
+    """Returns functions that read a batch each: at most limit_tokens // context whole windows, in order.
+
+    A batch has the shape (batch, context + 1).
+    """
     num_windows = min(_count_windows(tokens, context, name), max(1, limit_tokens // context))
     starts = range(0, num_windows * context, context)
 

@@ -11,7 +11,7 @@ trained on.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
@@ -57,25 +57,14 @@ def split(documents: Sequence[Document], share: float, source: str) -> tuple[lis
     return train, validation
 
 
-def from_documents(
-    documents: Sequence[Document], description: str, source: str, share: float, vocabulary: int
-) -> Corpus:
-    """Builds a byte-level corpus, of which a share is held out."""
-    return _from_sides(*split(documents, share, source), description, vocabulary)
-
-
-def from_texts(
-    train: Sequence[Document], held_out: Sequence[Document], description: str, vocabulary: int
-) -> Corpus:
-    """Builds a byte-level corpus from a text to train on and one to hold out."""
-    corpus = _from_sides(train, held_out, description, vocabulary)
+def check_not_trained_on(corpus: Corpus, train: Sequence[Document], held_out: Sequence[Document]) -> None:
+    """Refuses a text to hold out that the text to train on holds too."""
     texts = {document.content for document in train}
     if (
         all(document.content in texts for document in held_out)
         or corpus.validation[:].tobytes().strip() in corpus.train[:].tobytes()
     ):
         raise overlap_error(f"`{held_out[0].name}`", "all of it is in the training text too")
-    return corpus
 
 
 def overlap_error(name: str, why: str) -> DataError:
@@ -86,13 +75,7 @@ def overlap_error(name: str, why: str) -> DataError:
     )
 
 
-def held_out_corpus(held_out: Sequence[Document], description: str, vocabulary: int) -> Corpus:
-    """Builds a byte-level corpus to evaluate on, without a text to train on; its digest is of what it holds."""
-    corpus = _from_sides((), held_out, description, vocabulary)
-    return replace(corpus, digest=corpus.held_out_digest)
-
-
-def _from_sides(
+def from_sides(
     to_train: Sequence[Document], held_out: Sequence[Document], description: str, vocabulary: int
 ) -> Corpus:
     """Builds a corpus whose tokens are bytes and whose sides are documents joined together."""

@@ -13,6 +13,7 @@ again.
 import glob
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from halfstep.core.errors import did_you_mean
-from halfstep.training.data.corpus import Corpus, from_documents, from_texts, held_out_corpus, overlap_error
+from halfstep.training.data.corpus import Corpus, check_not_trained_on, from_sides, overlap_error, split
 from halfstep.training.data.index import INDEX, Index, is_marked, is_packed, read_index
 from halfstep.training.data.pack.blocks import Position, blocks
 from halfstep.training.data.pack.encode import Encoder
@@ -63,17 +64,21 @@ def load_corpus(source: str, validation: float | str, vocabulary: int) -> Corpus
         documents, description = _check_text(found, source, to_train=True)
         others, other = _check_text(held_out, validation)
         _check_apart(documents, others, source)
-        return from_texts(documents, others, f"{description} and, held out, {other}", vocabulary)
+        corpus = from_sides(documents, others, f"{description} and, held out, {other}", vocabulary)
+        check_not_trained_on(corpus, documents, others)
+        return corpus
     if isinstance(found, Path):
         return packed_corpus(found, validation, vocabulary)
     if isinstance(found, list):
         return shards_corpus(found, validation, vocabulary, source)
-    return from_documents(*found, source, validation, vocabulary)
+    documents, description = found
+    return from_sides(*split(documents, validation, source), description, vocabulary)
 
 
 def load_text(path: str, vocabulary: int) -> Corpus:
-    """Opens a text to evaluate on, as bytes, without a text to train on."""
-    return held_out_corpus(*_check_text(_find(path, "--validation"), path), vocabulary)
+    """Opens a text to evaluate on, as bytes, without a text to train on; its digest is of what it holds."""
+    corpus = from_sides((), *_check_text(_find(path, "--validation"), path), vocabulary)
+    return replace(corpus, digest=corpus.held_out_digest)
 
 
 def _find(source: str, setting: str) -> Path | list[Path] | _Texts:
@@ -90,7 +95,7 @@ def _find(source: str, setting: str) -> Path | list[Path] | _Texts:
     if not source or not exists:
         matched = sorted(Path(match) for match in glob.glob(str(path), recursive=True)) if source else []
         if not matched:
-            raise _missing(source, path, setting)
+            raise _missing_error(source, path, setting)
         return _find_several(matched, source)
     if path.is_dir() and is_packed(path):
         return path
@@ -151,7 +156,7 @@ def _check_shards(paths: list[Path], source: str) -> list[Path]:
     return paths
 
 
-def _missing(source: str, path: Path, setting: str) -> DataError:
+def _missing_error(source: str, path: Path, setting: str) -> DataError:
     choices, flags = _CHOICES[setting], _FLAGS[setting]
     if not source:
         return DataNotFoundError(f"{setting} is empty", hint=f"{choices}; {flags}")

@@ -368,7 +368,9 @@ def open_tokenizer(spec: str, separator: str | None = None) -> Tokenizer:
             return open_saved(path, read_index(path).tokenizer)
         path = _find_in_folder(path)
     if not path.is_file():
-        hint = did_you_mean(path.name, _similar_names(path), _CHOICES)
+        neighbors = path.parent.iterdir() if path.parent.is_dir() else ()
+        files = [entry.name for entry in neighbors if entry.suffix in (".json", ".model") or entry.is_dir()]
+        hint = did_you_mean(path.name, [BytesTokenizer.kind, "tiktoken:gpt2", *files], _CHOICES)
         raise TokenizerError(f"tokenizer `{spec}` does not exist", hint=hint)
     if path.name == Tiktoken.file:
         return Tiktoken.read(path, separator)
@@ -387,12 +389,6 @@ def open_saved(folder: Path, identity: TokenizerIdentity) -> Tokenizer:
         raise TokenizerError(f"`{folder}` was packed with a tokenizer of unknown kind `{identity.kind}`")
     content = read_tokenizer_file(folder, identity)
     return _LIBRARIES[identity.kind](identity.name, content, identity.separator)
-
-
-def _similar_names(path: Path) -> list[str]:
-    neighbors = path.parent.iterdir() if path.parent.is_dir() else ()
-    files = [entry.name for entry in neighbors if entry.suffix in (".json", ".model") or entry.is_dir()]
-    return [BytesTokenizer.kind, "tiktoken:gpt2", *files]
 
 
 def _find_in_folder(folder: Path) -> Path:

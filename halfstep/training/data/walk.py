@@ -127,7 +127,7 @@ class _Walker:
                 elif kind == FOLDER:
                     todo.append((entry.path, place))
                 else:
-                    self._take(entry.path, place, kind)
+                    self._add(entry.path, place, kind)
 
     def follow(self, link: str) -> None:
         """Collects the target of a link, unless it was collected before."""
@@ -135,11 +135,11 @@ class _Walker:
         if real.startswith(tuple(self.skipped_folders)):
             return
         if kind != FOLDER:
-            self._take(link, link if kind == DANGLING else real, kind)
+            self._add(link, link if kind == DANGLING else real, kind)
         elif os.path.basename(link) not in self.ignore:
             self.enter(link, real)
 
-    def _take(self, path: str, real: str, kind: str) -> None:
+    def _add(self, path: str, real: str, kind: str) -> None:
         if not self._is_new(real):
             return
         if kind == FILE:

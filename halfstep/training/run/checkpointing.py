@@ -32,14 +32,7 @@ LONG = 1.0  # seconds that training may wait for a save before a warning
 class NullSaver(Saver):
     """The saver of a rank that writes nothing, as rank 0 has the same state: a save is done once it is due."""
 
-    def save(
-        self,
-        step: int,
-        take: Callable[[], Snapshot],
-        meta: Mapping[str, Any],
-        good: int | None = None,
-        due: float | None = None,
-    ) -> float:
+    def save(self, step: int, *_: Any, **__: Any) -> float:
         """Records the step as saved; writes nothing."""
         self.saved_step = step
         return 0.0
@@ -248,12 +241,9 @@ class Checkpointer:
             self.bar.note(f"NOT SAVED: {saved.trouble}; {then}")
             return
         self.failed = None
-        path, held_out = (
-            str(saved.path.relative_to(saved.path.parent.parent)),
-            self._held_out.pop(saved.step, None),
-        )
+        path, held_out = saved.path.relative_to(saved.path.parent.parent), self._held_out.pop(saved.step, None)
         took = {"seconds": saved.seconds, "waited": saved.waited, "bytes": saved.bytes}
-        self.events.write("checkpoint", step=saved.step, path=path, **took, held_out=held_out)
+        self.events.write("checkpoint", step=saved.step, path=str(path), **took, held_out=held_out)
         if saved.trouble is not None:
             self.warn(str(saved.trouble))
 

@@ -115,21 +115,18 @@ def check_free(folder: Path) -> None:
 def check_apart(folder: Path, data: DataConfig) -> None:
     """Refuses a run folder that holds the run's own data: its record would be read as data when it resumes."""
     for source in (data.source, data.validation):
-        if isinstance(source, str):
-            _check_apart(folder, source)
-
-
-def _check_apart(folder: Path, source: str) -> None:
-    named = Path(os.path.expanduser(source))
-    if glob.has_magic(source) and not named.exists():
-        if not fnmatch(CONFIG, named.name):
-            return
-        named = named.parent
-    if source and named.is_dir() and folder.is_dir() and named.samefile(folder):
-        raise RunFolderError(
-            f"`{folder}` holds the data of the run, and its record would be read as data",
-            hint="name another folder with --out; one inside this one will do",
-        )
+        if not isinstance(source, str) or not source:
+            continue
+        named = Path(os.path.expanduser(source))
+        if glob.has_magic(source) and not named.exists():
+            if not fnmatch(CONFIG, named.name):
+                continue
+            named = named.parent
+        if named.is_dir() and folder.is_dir() and named.samefile(folder):
+            raise RunFolderError(
+                f"`{folder}` holds the data of the run, and its record would be read as data",
+                hint="name another folder with --out; one inside this one will do",
+            )
 
 
 def newest(parent: Path, name: str | None = None) -> Path | None:

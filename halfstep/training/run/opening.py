@@ -31,14 +31,14 @@ from halfstep.training.checkpoints.writer import warn_of_keep_best
 from halfstep.training.data.batches import batches_of
 from halfstep.training.data.corpus import Corpus
 from halfstep.training.data.load import load_corpus
-from halfstep.training.evaluation import check_held_out
+from halfstep.training.evaluation import held_out_batches
 from halfstep.training.files import NoLock, RunLock
 from halfstep.training.job import Job
 from halfstep.training.paths import CACHE
 from halfstep.training.run.health import Health
 from halfstep.training.run.manifest import RunContext
 from halfstep.training.run.resume import Opened, create_run
-from halfstep.training.session import Session, open_session
+from halfstep.training.session import open_session
 from halfstep.training.telemetry import loggers
 from halfstep.training.weights.pretrained import Pretrained, open_pretrained
 
@@ -81,7 +81,7 @@ def open_parts(
         if job.ranks > 1:
             digests = {"data": corpus.digest, "held-out data": corpus.held_out_digest}
             job.check_same(digests, "give every machine the same data, under the same name")
-        check_held_out(corpus, config)
+        held_out_batches(corpus, config)  # refuses text that is too short to evaluate on
         begins = opened is None or opened.saved is None
         pretrained = _open_pretrained(config, corpus, found) if config.init and begins else None
         if pretrained is not None:
@@ -89,12 +89,17 @@ def open_parts(
         schedule = PolicySchedule.of(policy, config.schedule, config.training.steps)
         schedule.check(config.model)
         # A checkpoint may be that of the last step before a change: the loop makes it, as it would have.
-        session = _open_session(config, schedule.of_step(0 if opened is None else opened.step), device, pretrained)
+        first, weights = schedule.of_step(0 if opened is None else opened.step), None
+        if pretrained is not None:
+            weights = pretrained.weights()
+        session = open_session(config, first, device, weights=weights)
+        check_determinism(config, session.description.kind)
         origin = None if pretrained is None else pretrained.record()
         known = (corpus, batches, session, Health(config.training.rollback))
         context = RunContext(config, policy, *known, choice=choice, origin=origin, ranks=job.ranks)
         if opened is None:
-            lock, start = _begin(out, context, job), 0
+            batches.at(0, *job.share)  # refuses unreadable shards before there is a folder
+            lock, start = create_run(out, context.resolved()) if job.owner else NoLock(), 0
             found += [lock.warning] if lock.warning else []
         else:
             lock, start = opened.lock, opened.restore(context)
@@ -118,19 +123,6 @@ def _open_pretrained(config: RunConfig, corpus: Corpus, warnings: list[str]) -> 
             "--set data.source=... names shards of those"
         )
     return pretrained
-
-
-def _open_session(config: RunConfig, policy: Policy, device: str | None, pretrained: Pretrained | None) -> Session:
-    weights = None if pretrained is None else pretrained.weights()
-    session = open_session(config, policy, device, weights=weights)
-    check_determinism(config, session.description.kind)
-    return session
-
-
-def _begin(out: Path, context: RunContext, job: Job) -> RunLock:
-    """Makes the folder of a new run; returns its lock."""
-    context.batches.at(0, *job.share)  # refuses unreadable shards before there is a folder
-    return create_run(out, context.resolved()) if job.owner else NoLock()
 
 
 WORKSPACES = (":4096:8", ":16:8")

@@ -75,25 +75,25 @@ def check_same_run(folder: Path, written: RunConfig, config: RunConfig, named: C
             raise ResumeError(
                 f"`{folder}` holds another run: {key} was {was[key]!r} and is now {now[key]!r}; it cannot change, "
                 f"because {_reason(key)}",
-                hint=f"{own}; {_anew(key, now[key], folder / CONFIG, folder)}",
+                hint=f"{own}; {_new_run_hint(key, now[key], folder / CONFIG, folder)}",
             )
         if key not in named:
             raise ResumeError(
                 f"`{folder}` holds a run whose {key} is {was[key]!r}, and the recipe says {now[key]!r}",
-                hint=f"{own}; {train_command(*resume, *_given(key, now[key]))} changes it from here on",
+                hint=f"{own}; {train_command(*resume, *_set_words(key, now[key]))} changes it from here on",
             )
 
 
-def _given(key: str, value: Any) -> list[str]:
+def _set_words(key: str, value: Any) -> list[str]:
     """Returns the words of a command that set a setting."""
     return ["--set", f"{key}={value if isinstance(value, str) else shown(value)}"]
 
 
-def _anew(key: str, value: Any, recipe: Path, weights: Path) -> str:
+def _new_run_hint(key: str, value: Any, recipe: Path, weights: Path) -> str:
     """Says how a run starts anew with a setting that it cannot change."""
     if key.startswith("model."):
         return "another model needs a new run, with another --out"
-    command = train_command(recipe, "--init", weights, "--out", "OTHER", *_given(key, value))
+    command = train_command(recipe, "--init", weights, "--out", "OTHER", *_set_words(key, value))
     return f"{command} begins a new run with its weights"
 
 
@@ -105,12 +105,12 @@ def check_same_settings(out: Path, saved: Path, manifest: Mapping[str, Any], con
             raise ResumeError(
                 f"`{saved}` was saved with {key} = {was[key]!r}, and the run has {now[key]!r}; it cannot change, "
                 f"because {_reason(key)}",
-                hint=f"set it back in `{out / CONFIG}`; {_anew(key, now[key], out / CONFIG, saved)}",
+                hint=f"set it back in `{out / CONFIG}`; {_new_run_hint(key, now[key], out / CONFIG, saved)}",
             )
     if config.training.steps < manifest["step"]:
         raise ResumeError(
             f"`{saved}` has made {manifest['step']} steps, and training.steps is {config.training.steps}",
-            hint=_further(out, manifest["step"]),
+            hint=_train_further_hint(out, manifest["step"]),
         )
 
 
@@ -124,7 +124,7 @@ def check_not_finished(out: Path, manifest: Mapping[str, Any], config: RunConfig
     if changed := changed_settings(manifest, dataclasses.replace(config, policy=policy)):
         raise ResumeError(
             f"`{out}` has finished, at step {step}: {next(iter(changed))} would change nothing",
-            hint=_further(out, step),
+            hint=_train_further_hint(out, step),
         )
 
 
@@ -133,7 +133,7 @@ def check_policy_runs(out: Path, manifest: Mapping[str, Any], config: RunConfig)
     done, entries = manifest["step"], config.schedule
     later = [entry for entry in entries if entry.after(config.training.steps) <= done]
     if later and read(config.policy).base != "auto" and "policy" in changed_settings(manifest, config):
-        command = train_command("--resume", "--out", out, *_given("schedule", to_table(entries)))
+        command = train_command("--resume", "--out", out, *_set_words("schedule", to_table(entries)))
         raise ResumeError(
             f"`{config.policy}` would change nothing: after step {done} the policy is that of the schedule, "
             f"`{later[-1].policy}`",
@@ -141,8 +141,8 @@ def check_policy_runs(out: Path, manifest: Mapping[str, Any], config: RunConfig)
         )
 
 
-def _further(out: Path, step: int) -> str:
-    return f"{train_command('--resume', '--out', out, *_given('training.steps', 2 * step))} trains it further"
+def _train_further_hint(out: Path, step: int) -> str:
+    return f"{train_command('--resume', '--out', out, *_set_words('training.steps', 2 * step))} trains it further"
 
 
 def changed_settings(manifest: Mapping[str, Any], config: RunConfig) -> dict[str, list[Any]]:

@@ -7,7 +7,7 @@ lock.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from halfstep.config.run import Backend, ParallelConfig, RunConfig
 from halfstep.config.schema import build
@@ -55,10 +55,9 @@ def open_trained(
     config = replace(config, parallel=ParallelConfig())  # it is read whole, by one process
     if backend is not None:
         config = replace(config, backend=backend)
-    if data is not None:
-        config = replace(config, data=replace(config.data, source=data))
-    if validation is not None:
-        config = replace(config, data=replace(config.data, validation=validation))
+    named: dict[str, Any] = {"source": data, "validation": validation}
+    named = {setting: each for setting, each in named.items() if each is not None}
+    config = replace(config, data=replace(config.data, **named))
     kind = _kind(saved, config, weights)
     averaged = kind == "ema" and "weights" not in saved.manifest
     state = {

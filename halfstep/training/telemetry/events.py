@@ -302,9 +302,9 @@ def _parse(line: bytes, path: Path | None = None, number: int = 0) -> dict[str, 
     try:
         event = _DECODER.decode(line.decode("utf-8", errors="surrogatepass"))
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError among them
-        raise _damaged(path, number, f"not JSON ({error})") from None
+        raise _damage_error(path, number, f"not JSON ({error})") from None
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        raise _damaged(path, number, "not an object with an `event`")
+        raise _damage_error(path, number, "not an object with an `event`")
     try:
         # Most lines hold no word that stands for a number; a backslash may spell one.
         if b'nan"' in line or b'inf"' in line or b"\\" in line:
@@ -312,11 +312,11 @@ def _parse(line: bytes, path: Path | None = None, number: int = 0) -> dict[str, 
         check(_TIME, event)
         check(_FIELDS.get(event["event"], {}), event)
     except (ConfigError, RecursionError) as error:
-        raise _damaged(path, number, f"not an event ({error})") from None
+        raise _damage_error(path, number, f"not an event ({error})") from None
     return event
 
 
-def _damaged(path: Path | None, number: int, reason: str) -> EventsError:
+def _damage_error(path: Path | None, number: int, reason: str) -> EventsError:
     return EventsError(
         f"{path}:{number}: this line is {reason}", hint="repair or remove the line by hand; nothing is guessed"
     )

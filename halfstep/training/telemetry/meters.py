@@ -32,8 +32,6 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import Format
 from halfstep.core.policy import Policy
 
-_START = b'{"event": "start"'  # how the line of a start begins (events.py)
-
 
 @dataclass(frozen=True)
 class Ceiling:
@@ -55,11 +53,11 @@ UNMEASURED = Ceiling(None, "this device was not measured; `halfstep train` measu
 
 def recorded(events: Path, device: str, fmt: Format) -> Ceiling | None:
     """Returns the ceiling that an earlier session of the run measured in a format on a device of that name."""
-    from halfstep.training.telemetry.events import newest_first  # loads numpy
+    from halfstep.training.telemetry.events import line_starts, newest_first  # loads numpy
 
     if not events.exists():  # a death before the first event, or a copy of the checkpoints alone
         return None
-    for start in newest_first(events, _START):
+    for start in newest_first(events, line_starts("start")):
         flops = (start.get("ceiling") or {}).get("flops")
         if isinstance(flops, float) and flops > 0 and start.get("device", {}).get("name") == device:
             with suppress(HalfstepError):  # a policy of another version

@@ -162,8 +162,8 @@ def _open_checkpoint(place: Path) -> _File:
     parts = {name: safetensors.open_file(place / name) for name in manifest["files"]}
     tensors: dict[str, Tensor] = {}
     for name, entry in manifest["tensors"].items():
-        where = sorted(entry.get("rows", {}).items(), key=lambda each: each[1])
-        names = [file for file, _ in where] or [entry.get("file", checkpoint.STATE)]
+        held = checkpoint.rows_in_files(entry)
+        names = sorted(held, key=lambda file: tuple(held[file]))
         if any(name not in parts[file] for file in names):
             checkpoint.verify(place)  # names what is damaged
         pieces = tuple(parts[file][name] for file in names)

@@ -12,6 +12,7 @@ prints:
 """
 
 import hashlib
+import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -136,7 +137,7 @@ def open_file(file: Path) -> dict[str, Tensor]:
             (length,) = struct.unpack("<Q", opened.read(8))
             header = parse_json(opened.read(length))
     except (SafetensorError, ValueError, struct.error) as error:
-        raise WeightsFileError(f"`{file}` does not read as safetensors: {error}", hint=_what_it_is(file)) from None
+        raise WeightsFileError(f"`{file}` does not read as safetensors: {error}", hint=_kind_hint(file)) from None
     except OSError as error:
         raise WeightsFileError(f"`{file}` cannot be read: {error.strerror or error}") from None
     header.pop("__metadata__", None)
@@ -151,11 +152,11 @@ def open_folder(folder: Path) -> dict[str, Tensor]:
     if (folder / SINGLE).exists():
         return open_file(folder / SINGLE)
     if not (folder / INDEX).exists():
-        raise _empty(folder)
+        raise _no_weights_error(folder)
     tensors: dict[str, Tensor] = {}
     where = _read_index(folder / INDEX)
     for file in sorted(set(where.values())):
-        if not _is_file(folder / file):
+        if not os.path.isfile(folder / file):  # false for an impossible name, too
             raise WeightsFileError(
                 f"`{folder / INDEX}` names `{file}`, and there is no such file next to it",
                 hint="fetch all files of the model again",
@@ -225,15 +226,7 @@ def _read_index(index: Path) -> Mapping[str, str]:
     return where
 
 
-def _is_file(file: Path) -> bool:
-    """Whether there is a file; False for an impossible name."""
-    try:
-        return file.is_file()
-    except (OSError, ValueError):
-        return False
-
-
-def _empty(folder: Path) -> WeightsError:
+def _no_weights_error(folder: Path) -> WeightsError:
     names = sorted(entry.name for entry in folder.iterdir())
     if SINGLE in names:
         return WeightsFileError(
@@ -254,7 +247,7 @@ def _empty(folder: Path) -> WeightsError:
     return WeightsFileError(f"`{folder}` holds neither {SINGLE} nor {INDEX}", hint=hint)
 
 
-def _what_it_is(file: Path) -> str:
+def _kind_hint(file: Path) -> str:
     with open_regular(file) as opened:
         start = opened.read(64)
     if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):

@@ -21,7 +21,7 @@ from halfstep.training.checkpoints.tensors import (
     DamagedCheckpointError,
 )
 from halfstep.training.checkpoints.writer import Retention, prune
-from tests.training.checkpoints.test_checkpoint import Killed, Mortal
+from tests.training.checkpoints.test_checkpoint import Killed, Mortal, rewrite
 
 WHOLE = {
     "model.w": np.arange(10 * 3, dtype=np.float32).reshape(10, 3),
@@ -71,12 +71,6 @@ def save_all(folder, step=5, ranks=4, token="a", seed=0, arrays=part_of, meta=No
 
 def numbers(arrays):
     return {name: bytes(record.data) for name, record in arrays.items()}
-
-
-def rewrite(path, **changes):
-    manifest = json.loads((path / "manifest.json").read_text()) | changes
-    manifest["digest"] = checkpoint.digest_of(manifest)
-    (path / "manifest.json").write_text(json.dumps(manifest))
 
 
 def test_each_rank_writes_a_file_and_one_process_reads_whole_tensors(tmp_path):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep.training.data import batches
-from halfstep.training.data.batches import Batches, bigram_bits, validation_batches
+from halfstep.training.data.batches import Batches, bigram_bits, validation_readers
 from halfstep.training.data.types import DataError, DataSizeError
 
 
@@ -150,13 +150,14 @@ def test_texts_that_are_too_short_are_refused():
     with pytest.raises(DataSizeError, match=r"2 x 2 = 4 sequences, but `a\.txt` has only 3: 30 tokens"):
         Batches(line(30), context=8, batch=2, micro_batches=2, seed=0, name="`a.txt`")
     with pytest.raises(DataSizeError):
-        validation_batches(line(8), context=8, batch=1, limit_tokens=100)  # before any batch is asked for
+        validation_readers(line(8), context=8, batch=1, limit_tokens=100)  # before any batch is asked for
 
 
 @given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 120), st.integers(0, 100))
 def test_validation_predicts_each_target_once_in_order(context, batch, limit, more):
     tokens = line(context + 1 + more)
-    found = list(validation_batches(tokens, context=context, batch=batch, limit_tokens=limit))
+    readers = validation_readers(tokens, context=context, batch=batch, limit_tokens=limit)
+    found = [read() for read in readers]
     assert all(each.dtype == np.int32 for each in found)
     assert all(each.shape == (batch, context + 1) for each in found[:-1])
     assert 1 <= len(found[-1]) <= batch

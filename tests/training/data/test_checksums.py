@@ -12,12 +12,7 @@ import zlib
 import numpy as np
 import pytest
 
-from halfstep.cli.main import run
-from halfstep.config.load import load
-from halfstep.core.policy import Policy
-from halfstep.training.checkpoints import checkpoint
 from halfstep.training.data import shards
-from halfstep.training.data.batches import Batches
 from halfstep.training.data.index import read_index, read_verified, sealed, write_index
 from halfstep.training.data.load import load_corpus
 from halfstep.training.data.pack import blocks
@@ -28,8 +23,6 @@ from halfstep.training.data.packed import verify
 from halfstep.training.data.shards import CHUNK, Shard
 from halfstep.training.data.tokenizer_base import BytesTokenizer
 from halfstep.training.data.types import DamagedDataError
-from halfstep.training.loop import Loop
-from tests.training.runs import SMALL, final_state
 
 REQUEST = PackRequest(validation=0.2, shard_tokens=20_000)
 SHARD, SIDECAR = "train_000001.bin", "train_000001.crc"  # of 41,024 bytes: three chunks, the last one short
@@ -198,29 +191,6 @@ def test_a_damaged_chunk_is_refused_every_time_and_its_tokens_are_called_damage(
             read(tokens, 20_000 + 9_488, 1)
 
 
-def touches(places):
-    """Whether a window of 65 tokens touches the second chunk of the shard."""
-    (offsets,) = [place["offsets"] for place in places if place["file"].endswith(SHARD)] or [[]]
-    return any(7_680 - 65 < offset < 15_872 for offset in offsets)
-
-
-def test_a_batch_is_not_handed_out_with_a_damaged_window(flip, folder):
-    feed = Batches(corpus_of(folder).train, context=64, batch=8, micro_batches=2, seed=0)
-    wanted = [feed.at(step) for step in range(10)]
-    again = Batches(corpus_of(folder).train, context=64, batch=8, micro_batches=2, seed=0)
-    assert all(np.array_equal(again.at(step), batch) for step, batch in enumerate(wanted))
-    flip(folder / SHARD, UNSEEN[1])
-    damaged = Batches(corpus_of(folder).train, context=64, batch=8, micro_batches=2, seed=0)
-    refused = [step for step in range(damaged.num_windows // 16) if touches(damaged.locate(step))]
-    assert 0 < len(refused) < damaged.num_windows // 16
-    for step in range(damaged.num_windows // 16):
-        if step in refused:
-            with pytest.raises(DamagedDataError, match=f"{SHARD}` is damaged between bytes 16,384 and 32,768"):
-                damaged.at(step)
-        else:
-            damaged.at(step)
-
-
 def test_parts_of_a_shard_share_their_verifier(flip, source, tmp_path):
     packed(source, tmp_path / "out", request=PackRequest(validation=0, shard_tokens=100_000))
     corpus = corpus_of(tmp_path / "out")
@@ -333,34 +303,3 @@ def test_verify_says_where_to_the_chunk(flip, folder):
     assert spans() == [(CHUNK, size)]
     (folder / SIDECAR).unlink()
     assert [(each.file, each.first) for each in verify(folder)] == [(SIDECAR, None), (SHARD, None)]
-
-
-def new_chunks(batches, step):
-    """Returns the chunks that update `step` reads and no earlier update does."""
-    places = [batches.locate(each)[0]["offsets"] for each in range(step + 1)]
-    *earlier, last = [{(1_024 + 2 * at) // 16_384 for at in offsets} for offsets in places]
-    return last - set().union(*earlier)
-
-
-def test_a_run_saves_and_stops_at_damage_and_resumes_when_it_is_repaired(flip, source, tmp_path, capsys):
-    data, plain, out = tmp_path / "data", tmp_path / "plain", tmp_path / "run"
-    packed(source, data, request=PackRequest(validation=0.2))
-    settings = [f"data.source={data}", *SMALL, "training.steps=12", "training.save_every=100"]
-    loop = Loop(load("tiny", settings), Policy.parse("fp32"), plain, device="cpu")
-    loop.run()
-    at = max(step for step in range(12) if new_chunks(loop.batches, step))
-    low = min(new_chunks(loop.batches, at)) * 16_384
-    byte = low + 5_000
-    flip(data / "train_000000.bin", byte)
-    assert len(corpus_of(data).train)  # opening does not see it
-    command = ["train", "tiny", "--policy", "fp32", "--device", "cpu", "--out", str(out)]
-    chosen = [word for setting in settings for word in ("--set", setting)]
-    capsys.readouterr()
-    assert run([*command, *chosen]) == 2
-    words = " ".join(capsys.readouterr().err.split())
-    assert f"train_000000.bin` is damaged between bytes {low:,} and " in words.replace("\n", " ")
-    assert "halfstep data verify" in words
-    assert checkpoint.latest(out / "checkpoints").name == f"step-{at:06d}"
-    flip(data / "train_000000.bin", byte)
-    assert run([*command, *chosen, "--resume"]) == 0
-    assert final_state(out)[0] == final_state(plain)[0]

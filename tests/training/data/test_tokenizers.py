@@ -257,17 +257,6 @@ def test_what_is_not_a_tokenizer_is_refused(name, tmp_path, monkeypatch):
         open_tokenizer(spec or str(tmp_path))
 
 
-def test_a_broken_tokenizer_in_a_folder_is_named_by_its_path(tmp_path):
-    for package, name in (("tokenizers", "tokenizer.json"), ("sentencepiece", "tokenizer.model"),
-                          ("tiktoken", "tokenizer.tiktoken.json")):  # fmt: skip
-        pytest.importorskip(package)
-        path = tmp_path / package / name
-        path.parent.mkdir()
-        path.write_text("{}")
-        with pytest.raises(TokenizerError, match=f"`{path}` is not a "):
-            open_tokenizer(str(path.parent))
-
-
 def test_a_misspelled_name_gets_a_suggestion(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tokens.json").write_text("{}")

@@ -1,14 +1,11 @@
 """Settings that are changed at a resume: the precision, how long to train, rates; and those that may not be."""
 
-import os
 import shutil
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from halfstep.cli.main import run
 from halfstep.config.load import load
 from halfstep.config.run import RunConfig
 from halfstep.config.schema import rows
@@ -22,7 +19,6 @@ from halfstep.training.paths import CONFIG
 from halfstep.training.run import settings
 from halfstep.training.run.resume import open_run
 from halfstep.training.telemetry.events import read_events
-from tests.processes import SERVER, run_alone
 from tests.training.runs import events_of, final_state, full, interrupt_at, resume, roll_back_at, starter
 
 start = starter("training.steps=12", "training.save_every=4")
@@ -224,33 +220,3 @@ def test_a_recipe_that_says_something_else_changes_nothing(text, out):
     for setting in ("training.steps=20", f"policy={FP16}", "optimizer.rate=1.0"):
         with pytest.raises(ResumeError):
             start(text, out, setting, resume=True)
-
-
-def resume_by_command(out, *settings):
-    """Resumes a run as `halfstep train` does; returns the seconds that it takes."""
-    began = time.monotonic()
-    assert run(["train", "--resume", "--device", "cpu", "--out", str(out), *settings]) == 0
-    return time.monotonic() - began
-
-
-@pytest.mark.prove
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no SIGKILL")
-def test_kills_at_any_moment_of_a_change_end_with_the_same_bits(text, tmp_path):
-    """The process that changes the precision is killed between its start and its end, again and again."""
-    plain, out = tmp_path / "plain", tmp_path / "run"
-    for each in (plain, out):
-        interrupt_at(start(text, each, "training.steps=40"), 9)
-    change = ["--policy", FP16, "--set", "training.measure_ceiling=false"]
-    whole = run_alone(resume_by_command, plain, *change)
-    changed = []
-    for share in (0.2, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.75):  # a third or half goes by before the change is made
-        child = SERVER.Process(target=resume_by_command, args=(out, *change))
-        child.start()
-        child.join(share * whole)
-        child.kill()
-        child.join()
-        changed.append(load(str(out / CONFIG)).policy)
-    assert changed == sorted(changed, key=lambda policy: policy == FP16)  # never back to the old one
-    run_alone(resume_by_command, out, *(change if changed[-1] != FP16 else ()))
-    assert final_state(out)[0] == final_state(plain)[0]
-    assert final_state(out)[1]["changes"] == final_state(plain)[1]["changes"]

@@ -16,7 +16,7 @@ import io
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -62,7 +62,7 @@ class Block:
     payload: Payload
     after: Position
     done: int  # bytes of all sources up to its end, for the progress display
-    held_out: bool = False  # as a whole, whatever its documents are
+    held_out: bool  # as a whole, whatever its documents are
 
 
 def blocks(files: Sequence[SourceFile], start: Position, field: str) -> Iterator[Block]:
@@ -73,12 +73,11 @@ def blocks(files: Sequence[SourceFile], start: Position, field: str) -> Iterator
         file = files[number]
         if _is_small_text(file, file.held_out):
             block = _texts(files, number, before)
-            yield replace(block, held_out=file.held_out)
+            yield block
             number = block.after.file
             continue
         read = {"text": _pieces, "jsonl": _lines, "parquet": _rows, "arrow": _rows}[file.kind]
-        for block in read(file, Position(number, offset, line), before[number], field):
-            yield replace(block, held_out=file.held_out)
+        yield from read(file, Position(number, offset, line), before[number], field)
         number, offset, line = number + 1, 0, 1
 
 
@@ -94,13 +93,14 @@ def _texts(files: Sequence[SourceFile], first: int, before: Sequence[int]) -> Bl
         with _named_errors(files[number].path):
             texts.append(read_bytes(files[number].path, 2 * LONG))
         size, number = size + max(1, len(texts[-1])), number + 1
-    return Block("texts", str(files[first].path), 0, tuple(texts), Position(number), before[number])
+    return Block("texts", str(files[first].path), 0, tuple(texts), Position(number), before[number], held_out)
 
 
 def _pieces(file: SourceFile, start: Position, before: int, field: str) -> Iterator[Block]:
     if not start.offset and not file.named and not is_text(file.path):
         # A block of one document that is skipped, as small files that are not text are.
-        yield Block("texts", str(file.path), 0, (b"\0",), Position(start.file + 1), before + file.size)
+        done = before + file.size
+        yield Block("texts", str(file.path), 0, (b"\0",), Position(start.file + 1), done, file.held_out)
         return
     with _named_errors(file.path), open_regular(file.path) as opened:
         offset, last = start.offset, False
@@ -113,7 +113,7 @@ def _pieces(file: SourceFile, start: Position, before: int, field: str) -> Itera
             last = end == len(content)
             at, offset = offset, offset + end
             after = Position(start.file + 1) if last else Position(start.file, offset)
-            yield Block("pieces", str(file.path), at, content[:end], after, before + offset)
+            yield Block("pieces", str(file.path), at, content[:end], after, before + offset, file.held_out)
 
 
 def _lines(file: SourceFile, start: Position, before: int, field: str) -> Iterator[Block]:
@@ -129,7 +129,8 @@ def _lines(file: SourceFile, start: Position, before: int, field: str) -> Iterat
             content += _rest_of_line(opened, f"`{file.path}`:{line + content.count(NEWLINE)}")
             at, offset, line = line, offset + len(content), line + content.count(NEWLINE)
             done = before + min(raw.tell() if opened is not raw else offset, file.size)
-            yield Block("lines", str(file.path), at, content, Position(start.file, offset, line), done)
+            after = Position(start.file, offset, line)
+            yield Block("lines", str(file.path), at, content, after, done, file.held_out)
 
 
 def _rows(file: SourceFile, start: Position, before: int, field: str) -> Iterator[Block]:
@@ -147,7 +148,8 @@ def _rows(file: SourceFile, start: Position, before: int, field: str) -> Iterato
                 if size >= BLOCK or row == total:
                     after = Position(start.file, row) if row < total else Position(start.file + 1)
                     done = before + file.size * row // total
-                    yield Block("rows", str(file.path), row - len(texts), tuple(texts), after, done)
+                    first = row - len(texts)
+                    yield Block("rows", str(file.path), first, tuple(texts), after, done, file.held_out)
                     texts, size = [], 0
 
 

@@ -136,7 +136,7 @@ def _lines(block: Block, field: str, skipped: Counter[str]) -> Iterator[tuple[st
         try:
             record = parse_json(line)
         except UnicodeDecodeError as error:
-            raise _not_utf8(f"{where}, byte {error.start} of the line") from None
+            raise _not_utf8_error(f"{where}, byte {error.start} of the line") from None
         except ValueError as error:
             raise DataContentError(f"{where} is not JSON: {error}", hint=_FIX_LINE) from None
         if not isinstance(record, dict):
@@ -177,7 +177,7 @@ def _runs(block: Block, validation: float) -> Iterator[SidedText]:
     try:
         block.payload.decode()
     except UnicodeDecodeError as error:
-        raise _not_utf8(f"`{block.name}`, byte {block.at + error.start}") from None
+        raise _not_utf8_error(f"`{block.name}`, byte {block.at + error.start}") from None
     # A text too short for pieces that end between characters is a single piece.
     pieces = cut(block.payload) if len(block.payload) >= SHORT else [block.payload]
     shared = [(piece, hash_share(piece)) for piece in pieces]
@@ -188,7 +188,7 @@ def _runs(block: Block, validation: float) -> Iterator[SidedText]:
         yield SidedText(text, (min(shares), max(shares)), held_out, False)
 
 
-def _not_utf8(where: str) -> DataError:
+def _not_utf8_error(where: str) -> DataError:
     return DataContentError(f"{where}: not UTF-8", hint="convert the file to UTF-8, for example with iconv")
 
 

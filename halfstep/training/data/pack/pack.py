@@ -183,8 +183,9 @@ class _Packing:
         try:
             committed = time.monotonic()
             self._show_progress(self.done, self._num_tokens)
-            for block, encoded in self._encode(self.position):
-                self._take(block, encoded)
+            todo = blocks(self.files, self.position, self.request.field)
+            for block, encoded in encoded_blocks(todo, self.encoder, self.out, self.workers):
+                self._append(block, encoded)
                 self._show_progress(self.done, self._num_tokens)
                 is_full = any(writer.has_full for writer in self.writers.values())
                 if is_full or time.monotonic() - committed >= SECONDS_BETWEEN_COMMITS:
@@ -204,10 +205,6 @@ class _Packing:
     @property
     def _num_tokens(self) -> int:
         return sum(writer.num_tokens for writer in self.writers.values())
-
-    def _encode(self, start: Position) -> Iterator[tuple[Block, Encoded]]:
-        todo = blocks(self.files, start, self.request.field)
-        return encoded_blocks(todo, self.encoder, self.out, self.workers)
 
     def _show_progress(self, done: int, tokens: int) -> None:
         if self.meter is not None:
@@ -242,7 +239,7 @@ class _Packing:
         _discard(self.out, state.plan)
         return None
 
-    def _take(self, block: Block, encoded: Encoded) -> None:
+    def _append(self, block: Block, encoded: Encoded) -> None:
         for side, writer in self.writers.items():
             part = encoded.sides[side]
             writer.append(part.tokens, part.starts)
@@ -387,7 +384,7 @@ def _check_empty(out: Path) -> None:
 
 
 def _check_same(out: Path, before: Plan, now: Plan) -> None:
-    for what, was, is_now in _compared(before, now):
+    for what, was, is_now in _compare_plans(before, now):
         if was != is_now:
             raise PackingError(
                 f"`{out}` holds a different packing: {what} was {was} and is now {is_now}",
@@ -395,7 +392,7 @@ def _check_same(out: Path, before: Plan, now: Plan) -> None:
             )
 
 
-def _compared(before: Plan, now: Plan) -> Iterator[tuple[str, Any, Any]]:
+def _compare_plans(before: Plan, now: Plan) -> Iterator[tuple[str, Any, Any]]:
     for key in ("kind", "sha256", "vocabulary", "separator"):
         yield f"the tokenizer's {key}", getattr(before.tokenizer, key), getattr(now.tokenizer, key)
     old, new = before.packing, now.packing

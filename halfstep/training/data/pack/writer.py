@@ -83,7 +83,7 @@ class ShardWriter:
             self._check_size(self.folder / record.name, record.tokens, exact=True)
         growing = self._name(len(self._done))
         for path in sorted(self.folder.glob(f"{self.side}_*")):
-            self._take_back(path, growing)
+            self._undo(path, growing)
         if self._tokens:
             path = self.folder / (growing + PARTIAL)
             self._check_size(path, self._tokens, exact=False)
@@ -117,7 +117,7 @@ class ShardWriter:
             shards=tuple(self._done),
         )
 
-    def _take_back(self, path: Path, growing: str) -> None:
+    def _undo(self, path: Path, growing: str) -> None:
         """Undoes what was named or begun after the commit; the growing shard loses its name and checksums."""
         name = path.name.removesuffix(PARTIAL)
         if Path(name).stem < Path(growing).stem:

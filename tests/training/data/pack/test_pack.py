@@ -469,7 +469,7 @@ def test_a_text_of_ones_own_is_held_out_whole(source, tmp_path, monkeypatch):
     assert index.packing.validation.given == str(valid)
     before = files(tmp_path / "out")
     with monkeypatch.context() as patched:
-        taken, real = [], packing._Packing._take
+        taken, real = [], packing._Packing._append
 
         def take(self, block, encoded):
             real(self, block, encoded)
@@ -478,7 +478,7 @@ def test_a_text_of_ones_own_is_held_out_whole(source, tmp_path, monkeypatch):
             if block.held_out:
                 raise KeyboardInterrupt
 
-        patched.setattr(packing._Packing, "_take", take)
+        patched.setattr(packing._Packing, "_append", take)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / "other")
     assert taken[-1] is True
