@@ -85,7 +85,7 @@ def _(good):
 @hazard(
     "islands return fp32",
     "halfstep.torch.numerics.lowering:exit_island",
-    f"{TORCH}::test_islands_do_not_return_fp32",
+    "tests/torch/convert/test_modules.py::test_a_norm_is_fp32_inside_and_compute_out",
 )
 def _(good):
     return lambda x, role, casts: x.float()
@@ -94,7 +94,7 @@ def _(good):
 @hazard(
     "norms run in bf16",
     "halfstep.torch.numerics.lowering:island",
-    "tests/torch/test_layers.py::test_a_norm_is_fp32_inside_and_compute_out_forward_and_backward",
+    "tests/torch/convert/test_modules.py::test_a_norm_is_fp32_inside_and_compute_out",
 )
 def _(good):
     def island(x, role, casts):

@@ -8,7 +8,7 @@ from benchmarks.prove.faults.registry import hazard, nothing
 @hazard(
     "emulated formats count as supported",
     "halfstep.torch.numerics.dtypes:answer",
-    "tests/torch/numerics/test_dtypes.py::test_the_hardware_decides_on_an_accelerator",
+    "tests/conformance/test_dtypes.py::test_the_hardware_decides",
 )
 def _(good):
     return lambda fmt, device: dataclasses.replace(good(fmt, device), supported=True)
@@ -37,7 +37,7 @@ hazard(
 @hazard(
     "row-wise scaling is emulated tensor-wise",
     "halfstep.torch.numerics.cast:amax_of",
-    "tests/torch/numerics/test_cast.py::test_a_scaled_operand_is_the_reference_cast_of_the_scaled_values",
+    "tests/conformance/test_cast.py::test_a_scaled_operand_is_the_reference_cast_of_the_scaled_values",
 )
 def _(good):
     return lambda x, operand: good(x, dataclasses.replace(operand, granularity="tensor"))

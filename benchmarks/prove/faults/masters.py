@@ -1,6 +1,6 @@
 """Faults in what is updated: masters, their halves, moments, gradients and their sums."""
 
-from benchmarks.prove.faults.registry import MLX, TORCH, hazard, nothing
+from benchmarks.prove.faults.registry import MLX, STEP, TORCH, hazard, nothing
 
 
 @hazard(
@@ -116,7 +116,7 @@ def _(good):
 @hazard(
     "micro-batches are summed in bf16",
     "halfstep.torch.update.accumulation:Accumulation.__init__",
-    f"{TORCH}::test_micro_batches_are_summed_in_fp32",
+    f"{STEP}::test_gradients_are_summed_in_the_accumulate_format",
 )
 def _(good):
     def init(self, *args):
@@ -131,7 +131,8 @@ def _(good):
 @hazard(
     "a skipped step keeps its running statistics",
     "halfstep.torch.update.buffers:Buffers.restore_unless",
-    f"{TORCH}::test_running_statistics_survive_a_skipped_step",
+    "tests/torch/update/test_prepare.py::"
+    "test_a_replaced_buffer_is_restored_too_and_statistics_that_changed_between_steps_are_kept",
 )
 def _(good):
     return lambda self, finite: good(self, finite | True)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-TORCH, JAX, MLX = "tests/torch/test_hazards.py", "tests/jax/test_faults.py", "tests/mlx/test_faults.py"
+TORCH, MLX = "tests/torch/test_hazards.py", "tests/mlx/test_faults.py"
 STEP = "tests/conformance/test_step.py"
 Function = Callable[..., Any]
 

@@ -5,7 +5,7 @@ from benchmarks.prove.faults.registry import hazard, nothing
 hazard(
     "a step outside the run bypasses its checks",
     "halfstep.torch.update.own_steps:OwnSteps.check",
-    "tests/torch/numerics/split/test_parameter.py::test_a_step_that_the_run_does_not_make_is_refused_where_it_would_be_lost",
+    "tests/torch/update/test_own_steps.py::test_where_it_cannot_be_exact_it_is_refused_and_nothing_moves",
 )(nothing)
 
 hazard(

@@ -2,13 +2,13 @@
 
 import dataclasses
 
-from benchmarks.prove.faults.registry import JAX, STEP, TORCH, hazard, nothing
+from benchmarks.prove.faults.registry import STEP, TORCH, hazard, nothing
 
 
 @hazard(
     "gradients are unscaled with the new scale",
     "halfstep.core.scaling:DynamicScale.judge",
-    f"{TORCH}::test_unscaling_with_the_new_scale",
+    f"{STEP}::test_the_scale_used_is_the_scale_undone",
 )
 def _(good):
     def judge(self, state, finite, xp):
@@ -21,12 +21,7 @@ def _(good):
 @hazard(
     "the scale has no floor",
     "halfstep.core.scaling:DynamicScale.judge",
-    f"{TORCH}::test_the_floor_holds_after_two_hundred_overflows_also_compiled",
-)
-@hazard(
-    "the floor is lost under jit",
-    "halfstep.core.scaling:DynamicScale.judge",
-    f"{JAX}::test_the_floor_of_the_scale_is_kept_under_jit",
+    f"{STEP}::test_a_run_that_no_scale_saves_stops",
 )
 def _(good):
     return lambda self, *args: good(dataclasses.replace(self, floor=2.0**-100), *args)
@@ -86,7 +81,7 @@ def _(good):
 @hazard(
     "clipping comes before unscaling",
     "halfstep.torch.update.step:Engine.update",
-    f"{TORCH}::test_clipping_comes_after_unscaling",
+    f"{STEP}::test_clipping_comes_after_unscaling",
 )
 def _(good):
     def update(self):
@@ -132,7 +127,9 @@ def _(good):
 
 
 @hazard(
-    "the scale is not saved", "halfstep.torch.state:load_state", f"{TORCH}::test_the_scale_is_part_of_the_state"
+    "the scale is not saved",
+    "halfstep.torch.state:load_state",
+    "tests/torch/test_state.py::test_a_restored_run_continues_bit_for_bit",
 )
 def _(good):
     def load(run, given):

@@ -1,6 +1,5 @@
 """Models that others wrote: what their modules become, and the model as a whole."""
 
-import copy
 import inspect
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16
@@ -17,7 +15,6 @@ from halfstep.torch.convert.apply import apply, restore
 from halfstep.torch.convert.modules import ISLANDS, KINDS
 from halfstep.torch.layers import Layer
 from halfstep.torch.numerics.cast import carried, join
-from halfstep.torch.numerics.split.parameter import copying_run
 from halfstep.torch.numerics.split.writes import note_write
 from tests.torch.nets import Net, draw, same, within
 
@@ -236,28 +233,6 @@ def test_compiled_gradients_are_those_of_eager_code(held):
     assert not torch.equal(model[0].weight.grad, carried(model[0].weight.grad, BF16))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_gradients_are_the_same(reentrant):
-    class Blocks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.first = nn.Linear(8, 8)
-            self.second = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.LayerNorm(8))
-
-        def forward(self, x, again):
-            x = self.first(x)
-            return checkpoint(self.second, x, use_reentrant=reentrant) if again else self.second(x)
-
-    grads = []
-    for again in (False, True):
-        model = Blocks()
-        apply(model, Policy.parse("bf16-mixed,param=fp32:split"))
-        model(draw(16, 8), again).square().sum().backward()
-        grads.append([p.grad for p in model.parameters()])
-    assert same(*grads)
-
-
 def test_a_model_is_within_its_roundings_of_fp32_and_prints_the_truth():
     wide, model = everything(), everything()
     apply(model, Policy.parse("bf16-mixed"))
@@ -293,26 +268,6 @@ def test_restoring_gives_the_model_back_bit_for_bit():
     assert same(model.state_dict().values(), first.state_dict().values())
     assert torch.equal(model(*tokens()), first(*tokens()))
     apply(model, Policy.parse("bf16-mixed"))
-
-
-@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-mixed,param=fp32:split", "fp16-mixed,param=fp32:split"])
-def test_a_copy_is_a_model_of_its_own(policy):
-    model = everything()
-    applied = apply(model, Policy.parse(policy))
-    with copying_run():  # without a run, copies of split masters are refused
-        made = copy.deepcopy(model)
-    loss = model(*tokens())
-    assert torch.equal(made(*tokens()), loss)
-    with torch.no_grad():
-        model.embed.weight.add_(1.0)
-        for remainder in applied.remainders.values():
-            remainder.zero_()
-    again = made(*tokens())
-    assert torch.equal(again, loss)
-    again.backward()
-    assert all(p.grad.dtype == torch.float32 for p in made.parameters())
-    assert not torch.equal(made.embed.weight.grad, carried(made.embed.weight.grad, BF16))
-    assert model.embed.weight.grad is None
 
 
 def test_a_state_dict_has_the_masters_and_loads_them():

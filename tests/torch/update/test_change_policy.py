@@ -81,19 +81,6 @@ def test_the_loss_scale_is_kept_if_both_policies_scale_alike():
     assert float(loop.run.scale_state.scale) == 65536
 
 
-def test_it_trains_as_a_new_run_with_the_same_masters_and_moments():
-    changed = Loop(AdamW, FP8)
-    changed.step()
-    fresh = Loop(AdamW, SPLIT)
-    fresh.run.change_policy(FP8)  # nothing has been learned yet
-    fresh.step()
-    assert same(changed.learned(), fresh.learned())
-    for loop in (changed, fresh):
-        loop.run.change_policy(SPLIT)
-    assert float(changed.step().loss) == float(fresh.step().loss)
-    assert same(state_of(changed.run), state_of(fresh.run))
-
-
 def test_it_is_what_the_trainer_does():
     config = load("tiny", [*SMALL, "training.micro_batches=1", "training.ema=0.5"])
     ours, trainers = (Session(config, Policy.parse(FP8), "cpu") for _ in range(2))

@@ -186,16 +186,6 @@ def test_the_order_of_the_verbs_is_checked():
     run.step(lambda x: loss(run.model, x), BATCHES)  # adds to it
 
 
-@pytest.mark.parametrize("kind", ["ours", "sync"])
-def test_a_gradscaler_by_hand_is_refused(kind):
-    run = prepared("fp16-mixed,emulate=true", kind)
-    scaler = torch.amp.GradScaler("cpu")
-    run.backward(loss(run.model, BATCHES[0]))
-    scaler.scale(torch.ones(()))
-    with refuses(HalfstepError, r"step\(\) was called directly, and this policy scales the loss", "run.update()"):
-        scaler.step(run.optimizers[0])
-
-
 def test_split_gradients_are_out_of_the_way_of_a_compiler_between_micro_batches():
     """Hazard: dynamo compiles nothing that uses a parameter whose gradient is wider than itself."""
     run = prepared("bf16-mixed,param=fp32:split")
