@@ -76,12 +76,16 @@ def test_another_sitecustomize_runs_and_the_path_is_the_scripts_own(tmp_path, mo
 def test_losses_keep_their_bits_at_no_more_than_half_as_much_time_again(monkeypatch, capfd):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     command = [sys.executable, PLAIN, "40"]
-    plain = subprocess.run(command, text=True, stdout=subprocess.PIPE, check=True).stdout
-    outcome = run(command, steps=200)
-    watched = capfd.readouterr().out
-    assert printed(watched, "losses") == printed(plain, "losses")
-    assert float(printed(watched, "seconds")[0]) < 1.5 * float(printed(plain, "seconds")[0])
-    assert "ended by itself, after 40 of 200 updates" in outcome.notes[0]
+    seconds: dict[str, list[float]] = {"plain": [], "watched": []}
+    for _ in range(3):  # by turns: whatever else runs slows both
+        plain = subprocess.run(command, text=True, stdout=subprocess.PIPE, check=True).stdout
+        outcome = run(command, steps=200)
+        watched = capfd.readouterr().out
+        assert printed(watched, "losses") == printed(plain, "losses")
+        assert "ended by itself, after 40 of 200 updates" in outcome.notes[0]
+        seconds["plain"] += map(float, printed(plain, "seconds"))
+        seconds["watched"] += map(float, printed(watched, "seconds"))
+    assert min(seconds["watched"]) < 1.5 * min(seconds["plain"])
 
 
 @pytest.mark.prove

@@ -1,4 +1,4 @@
-"""A plain loop, a little larger than microscopic: prints the bits of its losses, and its time on the CPU.
+"""A plain loop, a little larger than microscopic: prints its losses' bits and its fastest update's CPU time.
 
 `plain.py UPDATES [crash | never | fork]`
 """
@@ -17,9 +17,10 @@ def main(updates, mistake=None):
     model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.LayerNorm(1024), nn.Linear(1024, 16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
-    bits, began = [], time.process_time()
+    bits, times = [], []
     try:
         for update in range(updates):
+            began = time.process_time()
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(torch.randn(256, 256)), torch.randint(16, (256,)))
             loss.backward()
@@ -28,11 +29,12 @@ def main(updates, mistake=None):
                 optimizer.step()
             schedule.step()
             bits.append(struct.pack("f", loss.item()).hex())
+            times.append(time.process_time() - began)
             if mistake == "crash" and update == 2:
                 raise RuntimeError("out of cheese")
     finally:
         print("losses", *bits, flush=True)
-        print("seconds", time.process_time() - began, flush=True)
+        print("seconds", min(times), flush=True)  # what else runs only adds
 
 
 main(int(sys.argv[1]), *sys.argv[2:])
