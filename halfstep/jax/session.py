@@ -1,4 +1,4 @@
-"""One run on JAX, as the training loop calls it (training.session).
+"""One run on JAX, as the training loop calls it (config/session.py).
 
 The step is always compiled, whatever `training.compile` says: JAX has no other form of it. And sampling pads its
 window to the context, so that one program serves every length; causal attention does not look ahead, but the amax
@@ -21,21 +21,21 @@ from jax.sharding import Mesh, PartitionSpec
 from numpy.typing import NDArray
 
 from halfstep.config.model import parameter_shapes, reach
-from halfstep.config.policy_schedule import check_later
 from halfstep.config.run import RunConfig
-from halfstep.config.weights import Weights, carry_over, initial_weights
+from halfstep.config.session import Session as Shell
+from halfstep.config.session import Tokens
+from halfstep.config.weights import Weights
 from halfstep.core import host
 from halfstep.core.audit.cause import Cause
 from halfstep.core.choice.layers import Measured
 from halfstep.core.errors import BatchError
 from halfstep.core.observed import LayerInfo, Sample
 from halfstep.core.policy import Policy
-from halfstep.core.refusal import check_reach
 from halfstep.core.state_format import Snapshot, Stored, widen
 from halfstep.jax.convert.apply import Applied, apply, find_halves, modules_of
 from halfstep.jax.convert.fp8_choice import Products, first_choice, measure_products
 from halfstep.jax.fp8 import scaling_amaxes
-from halfstep.jax.instruments.monitor import Monitor, Unread
+from halfstep.jax.instruments.monitor import Monitor
 from halfstep.jax.instruments.nonfinite import find_cause
 from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.measure import Product, devices
@@ -43,12 +43,10 @@ from halfstep.jax.model import Decoder
 from halfstep.jax.numerics import memory
 from halfstep.jax.numerics.dtypes import as_device, as_devices, describe
 from halfstep.jax.optim.masters import hold, widen_masters
-from halfstep.jax.optim.optimizers import Schedule, build_optimizers, names_in_state
+from halfstep.jax.optim.optimizers import build_optimizers, names_in_state
 from halfstep.jax.parallel import check_divides, place_rows
 from halfstep.jax.run import StepResult, Weighted, check, compile_step, first_state, make_step
 from halfstep.jax.state import bytes_of, load_state_dict, restored, state_dict, stored
-
-Tokens = NDArray[np.int32]
 
 version = jax.__version__
 
@@ -58,44 +56,38 @@ def num_shards(config: RunConfig) -> int:
     return 1
 
 
-class Session:
+class Session(Shell):
     """A model, its optimizer and a policy on one device, or on several that share each micro-batch."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        policy: Policy,
-        device: str | None = None,
-        schedule: Schedule | None = None,
-        weights: Weights | None = None,
-        momentum: Schedule | None = None,
-    ):
-        self.config = config
+    device_memory = memory
+    asynchronous = True
+    untimed = "JAX times no steps on the device"
+
+    def _open_device(self, device: str | None) -> None:
         device = device or devices()[0]
         self.device, every = as_device(device), as_devices(device)
         self.num_devices = len(every)
         self.mesh = Mesh(np.array(every), ("data",)) if len(every) > 1 else None
         self.description = describe(device)
-        check_divides(config.training.batch, len(every), "a micro-batch", "set training.batch to")
-        self._schedule, self._momentum = schedule, momentum
-        again, lean = config.training.recompute_blocks, config.training.memory == "lean"
-        self._base_model = Decoder(config.model, recompute=again, lean=lean)
-        self.micro_batches = config.training.micro_batches
-        first = self._base_model.set_weights(
-            initial_weights(config.model, config.seed) if weights is None else weights
+        training = self.config.training
+        check_divides(training.batch, len(every), "a micro-batch", "set training.batch to")
+        self.micro_batches = training.micro_batches
+        self._base_model = Decoder(
+            self.config.model, recompute=training.recompute_blocks, lean=training.memory == "lean"
         )
-        self._start_policy(policy, first)
 
-    def _start_policy(self, policy: Policy, params: Mapping[str, Any]) -> None:
-        """Makes the first state and the step of a policy."""
+    def _build(self, policy: Policy, weights: Weights | None) -> None:
         config, plain, self.policy = self.config, self._base_model, policy
-        optimizer = build_optimizers(config.model, config.optimizer, self._schedule, self._momentum)
+        if weights is None:  # for another policy, around what was learned
+            params: Mapping[str, Any] = _fp32_weights(self.state())
+            del self.run
+        else:
+            params = plain.set_weights(weights)
+        optimizer = build_optimizers(config.model, config.optimizer, self.schedule, self.momentum)
         names = plain.module_names()
         with self._on_device():
             params = jax.device_put(params, self.device)
-            check_later(config.schedule, lambda later: apply(params, later, names))
-            check_later(config.schedule, lambda later: check_reach(later, reach(config.model)))
-            check_reach(policy, reach(config.model))
+            self._check_policies(policy, lambda later: apply(params, later, names))
             given: dict[str, Any] = {"names": names, "mesh": self.mesh, "ema": config.training.ema}
             if first_choice(policy) is None:
                 given["measured"] = measure_products(self._products(apply(params, policy, names)))
@@ -127,18 +119,9 @@ class Session:
         self._evaluated_by_one = jax.jit(evaluated, compiler_options=COMPILER_OPTIONS)
         self._next = jax.jit(partial(_call_in_fp32, self._logits_at), compiler_options=COMPILER_OPTIONS)
 
-    def change_policy(self, policy: Policy, *, keep: bool = True) -> None:
-        """Trains in another precision from the next step on; without `keep`, a state must be loaded first."""
-        before, state = self.policy, self.state()
-        held = _fp32_weights(state)
-        del self.run
-        self._start_policy(policy, held)
-        if keep:
-            self.load(carry_over(state, self.state(), before, policy, self.config.model))
-
     def _build_step(self, monitor: Monitor | None = None) -> None:
         """Makes the step, which is compiled when it is first called."""
-        self.monitor = monitor
+        self._monitor = monitor
         self._made = make_step(
             self._loss,
             self._optimizer,
@@ -152,18 +135,13 @@ class Session:
 
     @property
     def notes(self) -> list[str]:
-        """What was decided by measurement, here or in the run that is resumed."""
         description = "" if self.run.measured is None else self.run.measured.description
         return [f"measured: {description}"] if description else []
 
     @property
     def threads(self) -> int | None:
-        """The CPU threads that may share a sum: XLA has one per core. None elsewhere."""
+        # XLA has one per core
         return host.threads() if self.device.platform == "cpu" else None
-
-    @property
-    def asynchronous(self) -> bool:
-        return True
 
     def step(self, micro_batches: Tokens) -> StepResult:
         if len(micro_batches) != self.micro_batches:
@@ -175,8 +153,8 @@ class Session:
         tokens = self._to_devices(micro_batches if count else micro_batches[0], count)
         with self._on_device():
             self.run, result = self._step(self.run, tokens)
-            if self.monitor is not None:
-                self.monitor.add(result.layers, result.updates)
+            if self._monitor is not None:
+                self._monitor.add(result.layers, result.updates)
         return result
 
     def watch(self, slice: int) -> Sequence[LayerInfo]:
@@ -188,12 +166,6 @@ class Session:
             self._step.eval_shape(self.run, jax.ShapeDtypeStruct(shape, jnp.int32))
         return monitor.layers
 
-    def layer_numbers(self) -> Unread:
-        return self._watching.layer_numbers()
-
-    def weight_numbers(self) -> Unread:
-        return self._watching.weight_numbers()
-
     def sample(self, micro_batches: Tokens, share: float = 1 / 16) -> Mapping[str, Mapping[str, Sample]]:
         rows = micro_batches.reshape(-1, micro_batches.shape[-1])
         rows = rows[: max(1, int(len(rows) * share))]
@@ -202,11 +174,6 @@ class Session:
                 self.run, self._to_device(rows if self.micro_batches == 1 else rows[None]), share=1.0
             )
 
-    @property
-    def _watching(self) -> Monitor:
-        assert self.monitor is not None, "watch() comes first"
-        return self.monitor
-
     def read(self, result: StepResult) -> dict[str, float]:
         names = ("loss", "skipped", "scale", "grad_norm", "stuck")
         values = jax.device_get([getattr(result, name) for name in names])
@@ -214,13 +181,6 @@ class Session:
 
     def check(self, result: StepResult, micro_batches: Tokens) -> None:
         check(result, str(self.blame(micro_batches)))
-
-    def device_time(self, result: StepResult) -> tuple[float, float | None] | None:
-        return None
-
-    @property
-    def untimed(self) -> str:
-        return "JAX times no steps on the device"
 
     def evaluate(self, batches: Iterable[Tokens], *, averaged: bool = True) -> tuple[float, int]:
         losses, count = [], 0
@@ -254,10 +214,6 @@ class Session:
             copies = {name: jnp.copy(array) for name, array in state.items()}
         return lambda: {name: bytes_of(array) for name, array in jax.device_get(copies).items()}
 
-    def rows(self, name: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """Returns None: a process has all rows of a tensor."""
-        return None
-
     def blame(self, micro_batches: Tokens, scale: float | None = None) -> Cause:
         """Finds what made a step not finite by evaluating it again, operation by operation."""
         rows = micro_batches.reshape(self.num_devices * len(micro_batches), -1, micro_batches.shape[-1])
@@ -279,7 +235,7 @@ class Session:
         self.run = load_state_dict(self.run, {ours.get(name, name): array for name, array in given.items()})
         if self.run.measured != before:
             self._build_functions(self.run.measured)
-            self._build_step(self.monitor)
+            self._build_step(self._monitor)
 
     def load_weights(self, state: Mapping[str, Stored]) -> None:
         ours = state_dict(self.run)
@@ -293,18 +249,6 @@ class Session:
         self.run = load_state_dict(
             self.run, {n: x for n, x in ours.items() if not n.startswith(of_weights)} | given
         )
-
-    def applied(self) -> int:
-        return int(self.run.num_applied)
-
-    def memory(self) -> int:
-        return memory.peak(self.device)
-
-    def capacity(self) -> int | None:
-        return memory.capacity(self.device)
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        return memory.is_out_of_memory(error)
 
     def _state(self) -> dict[str, Array]:
         """Returns the live arrays by the names of a checkpoint, without counts: all equal `applied`."""

@@ -1,7 +1,7 @@
-"""One run on MLX, as the training loop calls it (training.session)."""
+"""One run on MLX, as the training loop calls it (config/session.py)."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -10,19 +10,17 @@ from mlx.optimizers import MultiOptimizer
 from numpy.typing import NDArray
 
 from halfstep.config.groups import moments, parameter_groups
-from halfstep.config.model import reach
-from halfstep.config.policy_schedule import check_later
 from halfstep.config.run import OptimizerConfig, RunConfig
-from halfstep.config.weights import Weights, carry_over, initial_weights
+from halfstep.config.session import Session as Shell
+from halfstep.config.session import Tokens
+from halfstep.config.weights import Weights
 from halfstep.core.audit.cause import Cause
 from halfstep.core.averages import pop_from_state
 from halfstep.core.observed import LayerInfo, Sample
 from halfstep.core.policy import Policy
-from halfstep.core.refusal import check_reach
 from halfstep.core.state_format import Snapshot, Stored
 from halfstep.mlx.convert.apply import apply, check_policy
-from halfstep.mlx.instruments.collect.updates import UpdateNumbers
-from halfstep.mlx.instruments.monitor import NEVER, Unread
+from halfstep.mlx.instruments.monitor import NEVER
 from halfstep.mlx.measure import devices
 from halfstep.mlx.model import Decoder
 from halfstep.mlx.numerics import memory
@@ -34,10 +32,6 @@ from halfstep.mlx.state import load_weights, restored, stored
 from halfstep.mlx.update.checks import resolve_compile
 from halfstep.mlx.update.step import StepResult
 
-Tokens = NDArray[np.int32]
-# (updates applied so far, array namespace) -> what the learning rates are multiplied by, on the device
-Schedule = Callable[[Any, Any], Any]
-
 version: str = mx.__version__  # type: ignore[attr-defined]
 
 
@@ -46,40 +40,30 @@ def num_shards(config: RunConfig) -> int:
     return 1
 
 
-class Session:
+class Session(Shell):
     """A model, its optimizers and a policy on one device."""
 
-    num_devices = 1
+    device_memory = memory
+    threads = None  # a kernel of MLX runs on one CPU thread
+    untimed = "MLX times no steps on the device"
 
-    def __init__(
-        self,
-        config: RunConfig,
-        policy: Policy,
-        device: str | None = None,
-        schedule: Schedule | None = None,
-        weights: Weights | None = None,
-        momentum: Schedule | None = None,
-    ):
-        self.config = config
-        self.schedule, self.momentum = schedule, momentum
+    def _open_device(self, device: str | None) -> None:
         self.device = as_device(device or devices()[0])
         self.description = describe(self.device)
-        with mx.stream(self.device):
-            mx.random.seed(config.seed)
-            self._build(policy, initial_weights(config.model, config.seed) if weights is None else weights)
+        mx.random.seed(self.config.seed)
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        return mx.stream(self.device)
 
     def _build(self, policy: Policy, weights: Weights | None) -> None:
-        """Makes the model, the optimizers and the run; without weights, for a state to be loaded."""
         config, self.policy = self.config, policy
-        with mx.stream(self.device):
+        with self._on_device():
             self.model = Decoder(config.model)
             self.model.recompute = config.training.recompute_blocks
             if weights is not None:
                 self.model.set_weights(weights)
             names = self.model.module_names()
-            check_reach(policy, reach(config.model))
-            check_later(config.schedule, lambda later: check_policy(self.model, later, names))
-            check_later(config.schedule, lambda later: check_reach(later, reach(config.model)))
+            self._check_policies(policy, lambda later: check_policy(self.model, later, names))
             self.conversion = apply(self.model, policy, names)
             optimizer = build_optimizers(self.model, config.optimizer)
             self.run = Run(
@@ -95,26 +79,12 @@ class Session:
         self._moments = names_in_state(config)
         self._rates = [optimizer.learning_rate for optimizer in self.run.optimizers]
 
-    def change_policy(self, policy: Policy, *, keep: bool = True) -> None:
-        """Trains in another precision from the next step on; without `keep`, a state must be loaded first."""
-        before, state = self.policy, self.state() if keep else {}
-        self.__dict__.pop("_monitor", None)
-        self._build(policy, None)
-        if keep:
-            self.load(carry_over(state, self.state(), before, policy, self.config.model))
-
-    @property
-    def threads(self) -> int | None:
-        """None: a kernel of MLX runs on one CPU thread."""
-        return None
-
     @property
     def asynchronous(self) -> bool:
-        """Whether `step` returns before the step is finished. On a CPU MLX queues little before it waits."""
-        return self.device.type != mx.cpu
+        return self.device.type != mx.cpu  # on a CPU MLX queues little before it waits
 
     def step(self, micro_batches: Tokens) -> StepResult:
-        with mx.stream(self.device):
+        with self._on_device():
             if self.schedule is not None:
                 factor = self.schedule(self.run.num_applied, mx)
                 for optimizer, rate in zip(self.run.optimizers, self._rates, strict=True):
@@ -131,22 +101,15 @@ class Session:
         return {name: float(getattr(result, name).item()) for name in names}
 
     def check(self, result: StepResult, micro_batches: Tokens) -> None:
-        with mx.stream(self.device):
+        with self._on_device():
             self.run.check(result, _sum_and_count, [mx.array(tokens) for tokens in micro_batches])
-
-    def device_time(self, result: StepResult) -> tuple[float, float | None] | None:
-        return None
-
-    @property
-    def untimed(self) -> str:
-        return "MLX times no steps on the device"
 
     def evaluate(self, batches: Iterable[Tokens], *, averaged: bool = True) -> tuple[float, int]:
         losses: list[mx.array] = []
         count, averaged = 0, averaged and self.run.averages is not None
         used = self.run.averaged() if averaged else nullcontext()
         formats = self.run.evaluation(self.model.module_names())
-        with mx.stream(self.device), used, formats, self.run.masters.swap_in():
+        with self._on_device(), used, formats, self.run.masters.swap_in():
             for batch in batches:
                 loss, tokens = _sum_and_count(self.model, mx.array(batch))
                 mx.async_eval(loss)
@@ -155,7 +118,7 @@ class Session:
         return sum(float(np.array(loss)) for loss in losses), count
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        with mx.stream(self.device), self.run.masters.swap_in():
+        with self._on_device(), self.run.masters.swap_in():
             window = mx.array([list(tokens[-self.config.model.context :])])
             return np.array(self.model.capped(self.model(window)[0, -1]))
 
@@ -169,33 +132,22 @@ class Session:
         copies: dict[str, Stored] = dict(self.state())
         return lambda: copies
 
-    def rows(self, name: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """Returns None: a process has all rows of a tensor."""
-        return None
-
     def blame(self, micro_batches: Tokens, scale: float | None = None) -> Cause:
-        with mx.stream(self.device):
+        with self._on_device():
             return self.run.blame(_sum_and_count, [mx.array(tokens) for tokens in micro_batches], scale)
 
     def watch(self, slice: int) -> list[LayerInfo]:
-        with mx.stream(self.device):
+        with self._on_device():
             self._monitor = self.run.monitor(NEVER, slice)
         return self._monitor.layers
 
-    def layer_numbers(self) -> Unread:
-        with mx.stream(self.device):
-            return self._monitor.layer_numbers()
-
-    def weight_numbers(self) -> UpdateNumbers:
-        return self._monitor.weight_numbers()
-
     def sample(self, micro_batches: Tokens, share: float = 1 / 16) -> dict[str, dict[str, Sample]]:
-        with mx.stream(self.device):
+        with self._on_device():
             rows = mx.array(micro_batches.reshape(-1, micro_batches.shape[-1]))
             return self._monitor.sample(_sum_and_count, rows, share)
 
     def load(self, state: Mapping[str, Stored]) -> None:
-        with mx.stream(self.device):
+        with self._on_device():
             given = {name: restored(record) for name, record in state.items()}
             pop_from_state(dict(given), self.run.ema)  # says which setting differs
             ours = {self._moments.get(name, name): name for name in self.run.state_dict()}
@@ -212,20 +164,8 @@ class Session:
 
     def load_weights(self, state: Mapping[str, Stored]) -> None:
         weights = {k: restored(v) for k, v in state.items() if k.startswith(("model.", "remainder."))}
-        with mx.stream(self.device):
+        with self._on_device():
             load_weights(self.run.masters, weights)
-
-    def applied(self) -> int:
-        return int(np.array(self.run.num_applied))
-
-    def memory(self) -> int:
-        return memory.peak(self.device)
-
-    def capacity(self) -> int | None:
-        return memory.capacity(self.device)
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        return memory.is_out_of_memory(error)
 
 
 def build_optimizers(model: Decoder, config: OptimizerConfig) -> Optimizer:

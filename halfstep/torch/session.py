@@ -1,8 +1,8 @@
-"""What the training loop calls (training/session.py): one run on torch, in numpy arrays and Python numbers."""
+"""One run on torch, as the training loop calls it (config/session.py)."""
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -12,21 +12,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from halfstep.config.model import reach
-from halfstep.config.policy_schedule import check_later
 from halfstep.config.run import RunConfig
-from halfstep.config.weights import Weights, carry_over, initial_weights
+from halfstep.config.session import Session as Shell
+from halfstep.config.session import Tokens
+from halfstep.config.weights import Weights
 from halfstep.core.audit.cause import Cause
 from halfstep.core.compare.shadow import Shadow
 from halfstep.core.observed import LayerInfo, Sample
 from halfstep.core.policy import Policy
-from halfstep.core.refusal import check_reach
 from halfstep.core.state_format import Snapshot, Stored
 from halfstep.torch.convert.apply import adopt, apply
 from halfstep.torch.convert.resolve import check_policy, resolve
 from halfstep.torch.instruments.monitor import NEVER
-from halfstep.torch.instruments.observe.readback import Unread
-from halfstep.torch.instruments.observe.weights import WeightNumbers
 from halfstep.torch.measure import devices
 from halfstep.torch.model import Decoder
 from halfstep.torch.numerics import memory
@@ -40,10 +37,6 @@ from halfstep.torch.state import Copies, load_state, load_weights, restored, row
 from halfstep.torch.update.graph import check_graph, why_not_with
 from halfstep.torch.update.readback import Readback
 from halfstep.torch.update.step import StepResult
-
-Tokens = NDArray[np.int32]
-# (updates applied so far, array namespace) -> what the learning rates are multiplied by, on the device
-Schedule = Callable[[Any, Any], Any]
 
 version = torch.__version__
 
@@ -60,22 +53,18 @@ def local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks()))
 
 
-class Session:
+class Session(Shell):
     """A model, its optimizers and a policy on one device."""
 
-    num_devices = 1
+    device_memory = memory
 
-    def __init__(
-        self,
-        config: RunConfig,
-        policy: Policy,
-        device: str | None = None,
-        schedule: Schedule | None = None,
-        weights: Weights | None = None,
-        momentum: Schedule | None = None,
-    ):
-        self.config = config
-        self.schedule, self.momentum = schedule, momentum
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)  # `memory` is about training alone
+
+    def _open_device(self, device: str | None) -> None:
+        config = self.config
         self.device = as_device(device or devices()[0])
         self.description = describe(self.device)  # also refuses a missing device
         if self.device.type == "cuda" and self.device.index is not None:
@@ -87,14 +76,9 @@ class Session:
             hint = "--set training.graph=false makes every step as always"
             check_graph(why_not_with(self.device, []), hint)
         self._copies, self._readback = Copies(), Readback(self.device)
-        self._compiled = bool(config.training.compile)
         torch.manual_seed(config.seed)
-        self._build(policy, initial_weights(config.model, config.seed) if weights is None else weights)
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)  # `memory` is about training alone
 
     def _build(self, policy: Policy, weights: Weights | None) -> None:
-        """Makes the model, the optimizers and the run; without weights, for a state to be loaded."""
         config, self.policy = self.config, policy
         self.model = Decoder(config.model)
         self.model.recompute = config.training.recompute_blocks
@@ -102,14 +86,11 @@ class Session:
             self.model.set_weights(weights)
         self.model.to(self.device)
         tokens, names = config.training.batch * config.model.context, self.model.module_names()
-        check_reach(policy, reach(config.model))
-        check_later(
-            config.schedule,
-            lambda later: check_policy(self.model, resolve(self.model, later, names), names=names),
+        self._check_policies(
+            policy, lambda later: check_policy(self.model, resolve(self.model, later, names), names=names)
         )
-        check_later(config.schedule, lambda later: check_reach(later, reach(config.model)))
-        options: dict[str, Any] = {"tokens": tokens, "compiled": self._compiled, "split": not in_group()}
-        options["memory"] = config.training.memory
+        options: dict[str, Any] = {"tokens": tokens, "compiled": bool(config.training.compile)}
+        options |= {"split": not in_group(), "memory": config.training.memory}
         self.conversion = apply(self.model, policy, names, **options)
         if in_group() and self.conversion.measured is not None:  # each process has timed its own device
             self.conversion = adopt(
@@ -131,18 +112,10 @@ class Session:
             self.model.compile_blocks()
         self._loss = torch.compile(loss) if config.training.compile is True else loss
 
-    def change_policy(self, policy: Policy, *, keep: bool = True) -> None:
-        """Trains in another precision from the next step on; without `keep`, a state must be loaded first.
-
-        Everything is built anew around what was learned, which passes through host memory, exactly.
-        """
-        before, state = self.policy, self.state() if keep else {}
+    def _release(self) -> None:
+        super()._release()
         del self.model, self.conversion, self.run, self._optimizers, self._loss, self._ddp
-        self.__dict__.pop("_monitor", None)
-        gc.collect()  # the model and its run refer to each other, and hold the device's memory
-        self._build(policy, None)
-        if keep:
-            self.load(carry_over(state, self.state(), before, policy, self.config.model))
+        gc.collect()  # the model and its run refer to each other
 
     def _share(self, config: RunConfig) -> None:
         """Shares the model among the processes of a job. DDP sends neither constants nor what gets no gradient."""
@@ -163,16 +136,13 @@ class Session:
 
     @property
     def threads(self) -> int | None:
-        """The number of CPU threads that may share a sum; None on other devices."""
         return torch.get_num_threads() if self.device.type == "cpu" else None
 
     @property
     def asynchronous(self) -> bool:
-        """Whether `step` returns before the step is done."""
         return self.device.type != "cpu"
 
     def step(self, micro_batches: Tokens) -> StepResult:
-        """Makes one update from tokens of shape (micro-batches, batch, context + 1). Does not wait for it."""
         start = self._readback.start()
         rate = None if self.schedule is None else self.schedule(self.run.num_applied, torch)
         momentum = None if self.momentum is None else self.momentum(self.run.num_applied, torch)
@@ -186,25 +156,20 @@ class Session:
         return result
 
     def read(self, result: StepResult) -> dict[str, float]:
-        """Returns a step's numbers; waits for that step, but not for one that was launched after it."""
         return self._readback.read(result)
 
     def check(self, result: StepResult, micro_batches: Tokens) -> None:
-        """Raises if no loss scale can save the run; runs the step again to name its first bad tensor."""
         self.run.check(result, self._sum_and_count, self._to_device(micro_batches).unbind())
 
     def device_time(self, result: StepResult) -> tuple[float, float | None] | None:
-        """Returns (device seconds of the step that was read, idle seconds before it), or None. Does not wait."""
         return self._readback.device_time(result)
 
     @property
     def untimed(self) -> str:
-        """Why `device_time` returns None here; empty if it does not."""
         return self._readback.untimed
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Tokens], *, averaged: bool = True) -> tuple[float, int]:
-        """Returns the sum of losses and the number of tokens; on averages if the run keeps them and `averaged`."""
         total = torch.zeros((), dtype=torch.float64 if self.device.type != "mps" else torch.float32)
         total, count = total.to(self.device), 0
         averaged = averaged and self.run.averages is not None
@@ -217,42 +182,27 @@ class Session:
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Returns the logits of the next token, after the softcap."""
         window = torch.tensor([tokens[-self.config.model.context :]], device=self.device)
         return self.model.capped(self.model(window)[0, -1]).cpu().numpy()
 
     def state(self) -> dict[str, Stored]:
-        """Returns everything that the next step depends on."""
         return {name: stored(tensor) for name, tensor in state_of(self.run).items() if not _is_count(name)}
 
     def snapshot(self) -> Snapshot:
-        """Launches a copy of what this rank writes, without waiting; ends the use of the previous snapshot."""
         tensors, rows = written(self.run)
         return self._copies.take({name: t for name, t in tensors.items() if not _is_count(name)}, rows)
 
     def rows(self, name: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """Returns the rows of a tensor in a state that this rank has, first and end; None if all of it."""
         return rows_here(self.run, name, shape)
 
     def blame(self, micro_batches: Tokens, scale: float | None = None) -> Cause:
-        """Finds what made a step not finite by running it again, at the given loss scale or the current one."""
         return self.run.blame(self._sum_and_count, self._to_device(micro_batches).unbind(), scale)
 
     def watch(self, slice: int) -> list[LayerInfo]:
-        """Watches every layer from the next step on; called before the first."""
         self._monitor = self.run.monitor(slice=slice, every=NEVER)
         return self._monitor.layers
 
-    def layer_numbers(self) -> Unread:
-        """Launches a copy of what the steps since the last one have counted."""
-        return self._monitor.layer_numbers()
-
-    def weight_numbers(self) -> WeightNumbers:
-        """Measures the update of the next step."""
-        return self._monitor.weight_numbers()
-
     def sample(self, micro_batches: Tokens, share: float = 1 / 16) -> dict[str, dict[str, Sample]]:
-        """Runs a share of the first micro-batch again, at least one sequence; describes what each layer met."""
         return self._monitor.sample(self._sum_and_count, self._to_device(micro_batches[0]), share)
 
     def shadow(self, micro_batches: Tokens) -> Shadow:
@@ -260,32 +210,14 @@ class Session:
         return self.run.shadow(self._sum_and_count, self._to_device(micro_batches).unbind())
 
     def load(self, state: Mapping[str, Stored]) -> None:
-        """Restores a state, or refuses it entirely."""
         given = {name: restored(record) for name, record in state.items()}
         if "applied" in given:  # every count of an optimizer equals it
             given |= {name: given["applied"].float() for name in state_of(self.run) if _is_count(name)}
         load_state(self.run, given)
 
     def load_weights(self, state: Mapping[str, Stored]) -> None:
-        """Loads only the weights of a state, for evaluation and sampling."""
         wanted = ("model.", "remainder.")
         load_weights(self.run, {name: restored(v) for name, v in state.items() if name.startswith(wanted)})
-
-    def applied(self) -> int:
-        """Returns how many updates were applied, without skipped ones; waits for the device."""
-        return int(self.run.num_applied)
-
-    def memory(self) -> int:
-        """Returns the peak of bytes held: by the device's allocator, or by the process on a CPU."""
-        return memory.peak(self.device)
-
-    def capacity(self) -> int | None:
-        """Returns the bytes that the device has; None if unknown."""
-        return memory.capacity(self.device)
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether an error means that there was not enough memory."""
-        return memory.is_out_of_memory(error)
 
     def _sum_and_count(self, tokens: Tensor) -> tuple[Tensor, float]:
         return self._loss(tokens[:, :-1], tokens[:, 1:]), float(tokens[:, 1:].numel())

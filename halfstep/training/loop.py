@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from halfstep.config.run import RunConfig
+from halfstep.config.session import Tokens
 from halfstep.core.choice import Choice
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
@@ -39,7 +40,6 @@ from halfstep.training.run.response import Responder, RollBackError
 from halfstep.training.run.resume import Opened
 from halfstep.training.run.signals import StopRequest
 from halfstep.training.schedule import factor
-from halfstep.training.session import Tokens
 from halfstep.training.telemetry import loggers
 from halfstep.training.telemetry.events import Events, NoEvents
 from halfstep.training.telemetry.meters import UNMEASURED, Ceiling, Meters, Tally
@@ -311,7 +311,7 @@ class Loop:
         step, policy = self.tally.launched, self.session.policy
         self.events.write("policy", step=step, policy=str(policy))
         self.bar.note(f"after step {step} the policy is `{policy}`: masters and moments are kept bit for bit")
-        for note in getattr(self.session, "notes", []):  # what was decided by measurement
+        for note in self.session.notes:  # what was decided by measurement
             self.bar.note(note)
         self.monitor.change_policy(step)
         self.responder.change_policy(policy)

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from halfstep.config.session import Session
 from halfstep.core.errors import OptionError
 from halfstep.training.data.tokenizer_base import BytesTokenizer, Tokenizer
 from halfstep.training.data.types import Tokens
-from halfstep.training.session import Session
 
 FIRST_TOKENS = 64  # of the held-out text, whose first line is the default prompt
 

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from halfstep.config.model import ModelConfig, is_matmul, parameter_shapes
 from halfstep.config.run import Backend
+from halfstep.config.session import Session
 from halfstep.core.errors import how_to_install
 from halfstep.core.formats import Format
 from halfstep.core.rounding import encode
@@ -37,7 +38,7 @@ from halfstep.tools.export.tokenizer import check_tokenizer, tokenizer_json, wri
 from halfstep.training.checkpoints.tensors import write_tensors
 from halfstep.training.data.tokenizer_base import Tokenizer
 from halfstep.training.evaluation import Evaluates
-from halfstep.training.session import Session, backend_module
+from halfstep.training.session import backend_module
 from halfstep.training.weights.layouts import HEAD, OWN, hugging_face
 from halfstep.training.weights.pretrained import CONFIG, open_pretrained
 from halfstep.training.weights.safetensors import SINGLE

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from halfstep.config.session import Session
 from halfstep.core.state_format import Snapshot, Stored
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.checkpoint import Loaded
@@ -19,7 +20,6 @@ from halfstep.training.checkpoints.writer import Saved, Saver, due_step, good_st
 from halfstep.training.job import Job
 from halfstep.training.run.health import Health
 from halfstep.training.run.signals import StopRequest
-from halfstep.training.session import Session
 from halfstep.training.telemetry.events import Events
 from halfstep.training.telemetry.progress import Progress
 

@@ -31,6 +31,7 @@ from halfstep.config.model import flops_per_token
 from halfstep.config.policy_schedule import PolicySchedule, ScheduleEntry
 from halfstep.config.run import Backend, RunConfig, TrainingConfig, describe_value
 from halfstep.config.schema import Count, build, to_table
+from halfstep.config.session import Session
 from halfstep.config.weights import carry_over
 from halfstep.core.choice import Choice
 from halfstep.core.errors import ConfigError, ResumeError
@@ -45,7 +46,7 @@ from halfstep.training.evaluation import bigram_entropy
 from halfstep.training.run.health import Health
 from halfstep.training.run.settings import changed_settings
 from halfstep.training.schedule import factor
-from halfstep.training.session import Session, backend_version
+from halfstep.training.session import backend_version
 from halfstep.training.telemetry.events import SettingsChange
 
 # Settings that a resumed run may change although they change bits: sums are taken in another order.

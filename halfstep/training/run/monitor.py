@@ -1,6 +1,6 @@
 """When the layers of a run are looked at, and what is recorded of them.
 
-    every step                    the device counts (session.Watched); nothing is read
+    every step                    the device counts (config/session.py); nothing is read
     every `monitor.every`         the counts since the last record are copied with a step, and read with that step:
                                   a `layers` event, with what the step's update did to the weights, and
                                   what the audit's rules say of it, once (`Findings`): a `finding` event
@@ -44,6 +44,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.config.run import RunConfig
+from halfstep.config.session import Session, Tokens, Unread
 from halfstep.core.audit.engine import check, registry
 from halfstep.core.audit.finding import Finding, rule_for
 from halfstep.core.audit.record import Operation, Record, is_narrow
@@ -65,7 +66,6 @@ from halfstep.core.roles import is_narrow as is_scaled
 from halfstep.core.scaling import Scale, ScaleAlarm
 from halfstep.training.job import Job
 from halfstep.training.run.health import Spikes
-from halfstep.training.session import Session, Tokens, Unread
 from halfstep.training.telemetry.events import Events
 from halfstep.training.telemetry.meters import Meters
 

@@ -111,7 +111,7 @@ def open_parts(
     for i, later in enumerate(schedule.policies):
         found += later.warnings if i else []  # of the first, its caller has warned
         found += slow_formats(later, session.description)
-    found += getattr(session, "notes", [])  # what was decided by measurement, or by a checkpoint
+    found += session.notes  # what was decided by measurement, or by a checkpoint
     return Parts(context, pretrained, lock, start, found)
 
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from halfstep.config.session import Session
 from halfstep.core.audit.cause import Cause
 from halfstep.core.errors import ScaleFloorError, ScalingError
 from halfstep.core.policy import Policy
@@ -21,7 +22,6 @@ from halfstep.training.data.batches import Batches, Place, TokenBatch
 from halfstep.training.job import Job
 from halfstep.training.run.checkpointing import Checkpointer
 from halfstep.training.run.health import Health
-from halfstep.training.session import Session
 from halfstep.training.telemetry.meters import Meters, Tally
 
 REST = 500  # steps in which a cause is not sought again

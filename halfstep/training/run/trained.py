@@ -11,13 +11,14 @@ from typing import Any, Literal
 
 from halfstep.config.run import Backend, ParallelConfig, RunConfig
 from halfstep.config.schema import build
+from halfstep.config.session import Session
 from halfstep.core.errors import OptionError, RunFolderError
 from halfstep.core.policy import Policy
 from halfstep.core.state_format import Stored
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.checkpoint import Loaded
 from halfstep.training.run.manifest import Recorded, check_manifest
-from halfstep.training.session import Session, open_session
+from halfstep.training.session import open_session
 from halfstep.training.weights.artifact import is_artifact, load_artifact, masters
 
 Kind = Literal["model", "ema"]

@@ -116,7 +116,7 @@ class Tally:
 
 
 class Meters:
-    """The clocks of one session (training/session.py) of a run. `watch` counts the time spent training."""
+    """The clocks of one session (config/session.py) of a run. `watch` counts the time spent training."""
 
     def __init__(
         self,

@@ -32,6 +32,7 @@ from halfstep.config.model import ModelConfig, Shape, parameter_shapes
 from halfstep.config.reading import fits_in_memory, open_regular, parse_json, read_bytes
 from halfstep.config.run import RunConfig
 from halfstep.config.schema import Count, build
+from halfstep.config.session import Session
 from halfstep.config.weights import Weights
 from halfstep.core.errors import HalfstepError
 from halfstep.core.state_format import Stored, widen
@@ -40,7 +41,6 @@ from halfstep.training.checkpoints.checkpoint import Loaded
 from halfstep.training.data.corpus import Corpus
 from halfstep.training.evaluation import Evaluation, evaluate
 from halfstep.training.files import os_errors, write_whole
-from halfstep.training.session import Session
 
 NAME = "model.int8z"
 MAGIC, VERSION = b"HSINT8Z", 2
