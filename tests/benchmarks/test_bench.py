@@ -69,26 +69,6 @@ def test_tables_for_people(play, capsys):
     assert err.splitlines() == ["NVIDIA H200, torch 2.11", "attention of halfstep: cudnn_flash"]
 
 
-def test_options_are_passed_to_the_race(play, capsys):
-    calls = play(USUAL)
-    assert main([]) == 0
-    arguments = "--arms fp32 autocast --micro-batches 8 --rounds 2 --steps 3 --layers 2 --width 64 --batch 4"
-    arguments += (
-        " --context 32 --vocabulary 300 --device cpu --no-compile --source . --seconds 9.5 --at-once 2 --json"
-    )
-    capsys.readouterr()
-    assert main(arguments.split()) == 0
-    given = {"layers": 2, "width": 64, "context": 32, "vocabulary": 300, "micro_batches": 8, "rounds": 2,
-             "steps": 3}  # fmt: skip
-    given |= {"batch": 4, "device": "cpu", "compile": False, "source": ".", "seconds": 9.5, "at_once": 2}
-    usual = {**given, **GPT2, "micro_batches": 1, "rounds": 6, "steps": 10, "batch": 32, "device": None}
-    usual |= {"compile": None, "source": "stdlib", "seconds": None, "at_once": 4}
-    assert calls == [(list(race.DEFAULT_ARMS), usual), (["fp32", "autocast"], given)]
-    data = json.loads(capsys.readouterr().out)
-    assert data["arms"][0]["name"] == "autocast"
-    assert "bars" not in data
-
-
 def test_data_and_picture_are_written(play, capsys, tmp_path):
     play(USUAL, OURS, arm("pure-bf16", 0.058, held_out=float("nan")))
     save, picture, page = tmp_path / "race.json", tmp_path / "race.svg", tmp_path / "race.html"
@@ -139,12 +119,6 @@ def test_mistakes_are_reported_before_anything_starts(arguments, expected, capsy
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(expected)
-
-
-def test_the_help_names_every_arm(capsys):
-    assert main(["--help"]) == 0
-    out = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert all(name in out for name in ARMS)
 
 
 def raced(*missing, **arms):

@@ -145,34 +145,6 @@ def test_relative_data_is_searched_in_the_current_folder(tmp_path, monkeypatch, 
         assert run([*command, *named, "--device", "cpu"]) == 0
 
 
-def test_packing_again_names_a_lost_file(packed, text, tmp_path, capsys):
-    Path(packed, "train_000002.bin").unlink()
-    capsys.readouterr()
-    assert train(packed, tmp_path / "other") == 2
-    assert run(pack_command(text, tmp_path)) == 2
-    assert capsys.readouterr().err.count("train_000002.bin") == 2
-    assert run(["data", "verify", packed]) == 1
-
-
-def test_skipped_files_are_counted(tmp_path, capsys):
-    folder = tmp_path / "text"
-    (folder / "runs").mkdir(parents=True)
-    for n in range(20):
-        (folder / f"{n}.txt").write_text(f"some text {n} " * 40 + "\n")
-    (folder / "image").write_bytes(b"\0")
-    (folder / "runs" / "run.toml").write_text("")
-    (folder / "runs" / "events.jsonl").write_text("")
-    (folder / "gone").symlink_to("nowhere")
-    out = str(tmp_path / "out")
-    options = ["--tokenizer", "bytes", "--workers", "1", "--validation", "0.3"]
-    assert run(["data", "pack", str(folder), "--out", out, *options]) == 0
-    assert "skipped: 1 binary, 1 dangling link, 1 run folder" in capsys.readouterr().err
-    assert run(["data", "show", out]) == 0
-    assert "1 binary" in capsys.readouterr().out
-    index = read_index(Path(out))
-    assert (index.train.documents + index.val.documents, index.packing.sources[0].files) == (20, 21)
-
-
 def test_show_and_verify(packed, capsys):
     assert run(["data", "show", packed]) == 0
     printed = capsys.readouterr().out

@@ -133,20 +133,6 @@ def test_before_and_after_learn_the_same():
     assert losses[1:] == pytest.approx(losses[:1] * 2, rel=2**-8)
 
 
-def test_lightning_resumes_by_its_own_checkpoint_to_the_same_bits(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    port, resume = SECTIONS["From the Lightning Trainer"][1:]
-    names = run_blocks([port], scope())
-    assert {name: str(run.policy) for name, run in [("plugin", names["plugin"].run)]} == {"plugin": "bf16-mixed"}
-    resumed = run_blocks([resume], dict(names))
-    assert resumed["trainer"].global_step == 16
-    whole = run_blocks([port.replace("max_epochs=1", "max_epochs=2")], scope())
-    assert whole["trainer"].global_step == 16
-    assert names["trainer"].checkpoint_callback.best_model_path.endswith("epoch=0-step=8.ckpt")
-    for name, value in whole["model"].state_dict().items():
-        assert torch.equal(value, resumed["model"].state_dict()[name]), name
-
-
 def test_load_torch_amp_prints_what_the_page_shows(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     blocks = SECTIONS["Moving a job that is running"]

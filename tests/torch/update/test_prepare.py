@@ -215,24 +215,6 @@ def test_checkpointing_with_dropout_changes_nothing(policy, reentrant):
     assert same(*(run.weights() for run, _ in found))
 
 
-@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-mixed,param=fp32:split"])
-def test_evaluation_between_steps_changes_nothing(policy):
-    found = []
-    for evaluates in (False, True):
-        model = Net()
-        run = prepare(model, OURS["AdamW"](model), policy)
-        for step in range(4):
-            if step:
-                run.step(loss_of(model), [batch(step)])
-            if evaluates:
-                model.eval()
-                with torch.no_grad():
-                    assert loss_of(model)(batch(9)).isfinite()
-                model.train()
-        found.append(run.weights())
-    assert same(*found)
-
-
 def test_averages_are_of_masters_and_evaluate_as_they_are_held():
     decay, model = 0.5, Net()
     run = prepare(model, STOCK["fused"](model), "bf16-mixed,param=fp32:split", ema=decay)
