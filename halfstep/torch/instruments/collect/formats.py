@@ -62,7 +62,7 @@ class Formats:
 
     def install(self) -> None:
         """Begins to read the graphs that dynamo compiles, and the format of losses."""
-        self._compiled = _graphs_compiled()
+        self._compiled = graphs.graphs_compiled()
         graphs.install(self._always, self._graph, partial(setattr, self, "_compiles", True))
         self._always.wrap(torch.autograd, "backward", self._backward)
 
@@ -79,7 +79,7 @@ class Formats:
 
     def watch(self) -> None:
         """Adds every hook."""
-        if self._compiles or _graphs_compiled() > self._compiled or _has_compiled_module(self.models):
+        if self._compiles or graphs.graphs_compiled() > self._compiled or _has_compiled_module(self.models):
             self.unseen["the values of activations and gradients, and what runs outside compiled code"] = None
             return
         self.watching, self._finished, self._passes, self._steps = True, False, 0, {}
@@ -188,17 +188,16 @@ class Formats:
     def _loss_format(self, tensors: Any) -> None:
         for loss in tensors_of(tensors):
             if is_narrow(loss.dtype) and loss.numel() == 1:
-                self.operations.see_module("loss", format_name(loss.dtype), [loss], loss, Where(), place)
+                self.operations.see_module("loss", format_name(loss.dtype), [loss], loss, Where())
 
     def _see_opaque_module(self, where: Where, module: nn.Module, args: Any, output: Any) -> None:
-        inputs = [t for t in tensors_of(args) if t.is_floating_point()]
-        out = next((t for t in tensors_of(output) if t.is_floating_point()), None)
+        out = next(tensors_of(output), None)
         kind, inside = _kind_of(module, where, out)
         if kind is not None and out is not None:
-            self.operations.see_module(kind, inside, inputs, out, where, place)
+            self.operations.see_module(kind, inside, [*tensors_of(args)], out, where)
 
     def _hook_gradient(self, where: Where, block: bool, output: Any) -> None:
-        out = next((t for t in tensors_of(output) if t.is_floating_point()), None)
+        out = next(tensors_of(output), None)
         if out is not None and out.requires_grad and not out.is_leaf and (block or is_narrow(out.dtype)):
             if where.name not in self.gradients.places:
                 self.gradients.places[where.name] = place()
@@ -222,12 +221,6 @@ class _Mode(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         self.formats.called(func, args, kwargs or {}, result)
         return result
-
-
-def _graphs_compiled() -> int:
-    """Returns how many graphs dynamo has compiled in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo.counters["stats"]["unique_graphs"] if dynamo is not None else 0
 
 
 def _has_compiled_module(models: Mapping[str, nn.Module]) -> bool:

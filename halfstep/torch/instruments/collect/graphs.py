@@ -55,6 +55,12 @@ def install(patches: Patches, see: Callable[[fx.GraphModule], None], on_compile:
     patches.wrap(torch, "compile", compile)
 
 
+def graphs_compiled() -> int:
+    """Returns how many graphs dynamo has compiled in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.counters["stats"]["unique_graphs"] if dynamo is not None else 0
+
+
 def read(module: fx.GraphModule, operations: Operations) -> None:
     """Adds every call of a graph to the operations."""
     around = next((kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)), None)

@@ -23,8 +23,9 @@ from torch.optim import Optimizer
 
 from halfstep.core.audit.record import Buffer, Call, CheckpointFacts, Record, Sync, Weight
 from halfstep.torch.instruments.collect.formats import Formats
+from halfstep.torch.instruments.collect.graphs import graphs_compiled
 from halfstep.torch.instruments.collect.models import (
-    copied_models,
+    copied_model,
     full_name,
     models_of,
     names_of,
@@ -62,7 +63,11 @@ class TrackedOptimizer:
 
 
 class TrainingLog:
-    """Everything that a process has done so far in training."""
+    """Everything that a process has done so far in training.
+
+    `end` is called at the beginning of update number `steps` + 1, `on_update` after each update. `share` limits
+    the time that statistics take.
+    """
 
     def __init__(
         self,
@@ -167,20 +172,15 @@ class TrainingLog:
         self.names = names_of(self.models)
         for optimizer, tracked in self.optimizers.items():
             unnamed = [p for p in params_of(optimizer) if id(p) not in self.names]
-            if unnamed and len(unnamed) == len(params_of(optimizer)):
-                self._find_copied(tracked, unnamed)
+            alone = len(unnamed) == len(params_of(optimizer))
+            if unnamed and alone and (model := copied_model(unnamed)) is not None:
+                self.models[type(model).__name__ if self.models else ""] = model
+                trained = [name for name, p in model.named_parameters() if p.requires_grad]
+                self.names |= {id(p): name for p, name in zip(unnamed, trained, strict=True)}
             else:
                 self.names |= {id(p): f"{tracked.name}.{i}" for i, p in enumerate(unnamed)}
         if self.formats is not None:
             self.formats.start(self.models)
-
-    def _find_copied(self, tracked: TrackedOptimizer, params: list[Tensor]) -> None:
-        for name, model in copied_models(params).items():
-            self.models[name or type(model).__name__ if self.models else ""] = model
-            trained = [n for n, p in model.named_parameters() if p.requires_grad]
-            self.names |= {id(p): n for p, n in zip(params, trained, strict=True)}
-            return
-        self.names |= {id(p): f"{tracked.name}.{i}" for i, p in enumerate(params)}
 
     # Updates
 
@@ -257,25 +257,23 @@ class TrainingLog:
         return record
 
     def _weights(self) -> Iterable[Weight]:
-        tracked = {id(p): its for each, its in self.optimizers.items() for p in params_of(each)}
-        by_name = {self.names[key]: (key, its) for key, its in tracked.items() if key in self.names}
+        held = {id(p): (p, its) for each, its in self.optimizers.items() for p in params_of(each)}
+        by_name = {self.names[key]: pair for key, pair in held.items() if key in self.names}
         for name, model in self.models.items():
             for weight in weights_of(model, self.optimizers, self.lost_updates):
                 weight.name = full_name(name, weight.name)
-                key, its = by_name.pop(weight.name, (0, None))
-                if its is not None:
-                    weight.place, weight.grad_format = its.place, its.grad_formats.get(key)
+                if (pair := by_name.pop(weight.name, None)) is not None:
+                    p, its = pair
+                    weight.place, weight.grad_format = its.place, its.grad_formats.get(id(p))
                 yield weight
-        held = {id(p): p for each in self.optimizers for p in params_of(each)}
-        for name, (key, its) in by_name.items():  # of no model
-            p = held[key]
+        for name, (p, its) in by_name.items():  # of no model
             yield Weight(
                 name,
                 format_name(p.dtype),
                 list(p.shape),
                 kind="matrix" if p.ndim >= 2 else "other",
                 optimizer=its.name.split(" ")[0],
-                grad_format=its.grad_formats.get(key),
+                grad_format=its.grad_formats.get(id(p)),
                 place=its.place,
                 updates=self.lost_updates.counts(p),
             )
@@ -312,7 +310,7 @@ class TrainingLog:
 
     def _unseen(self) -> list[str]:
         unseen = []
-        if has_compiled():
+        if graphs_compiled():
             unseen.append("what compiled code does inside: clipping, autocast, waiting for the device")
         foreign = {
             f"{type(each).__module__}.{type(each).__name__}"
@@ -322,12 +320,6 @@ class TrainingLog:
         for name in sorted(foreign):
             unseen.append(f"how {name} computes its updates: it is not an optimizer of torch")
         return unseen
-
-
-def has_compiled() -> bool:
-    """Whether dynamo has compiled anything in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and bool(dynamo.counters["stats"]["unique_graphs"])
 
 
 def rank_of_process() -> int:

@@ -11,32 +11,31 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from halfstep.core.audit.record import Call
-from halfstep.torch.instruments.collect.log import TrackedOptimizer, TrainingLog, has_compiled
+from halfstep.torch.instruments.collect.graphs import graphs_compiled
+from halfstep.torch.instruments.collect.log import TrackedOptimizer, TrainingLog
 from halfstep.torch.instruments.collect.models import params_of, unwrapped, version_of
-from halfstep.torch.instruments.collect.patches import Patches, is_watched
+from halfstep.torch.instruments.collect.patches import Around, Patches, is_watched
 from halfstep.torch.instruments.collect.tensors import format_name, local
 
-SCALER_METHODS = ("scale", "unscale_", "step", "update")
 PROBE = 1024  # elements of a gradient that show what happened to it between backward and step
 MOST_NAMES = 8  # of tensors in one call
 
 
 def install(log: TrainingLog, patches: Patches) -> None:
     """Installs the hooks."""
-    patches.wrap_everywhere([torch.autograd], "backward", BackwardHook(log))
-    clip = torch.nn.utils.clip_grad
+    hooks = LoopHooks(log)
+    # Activation checkpointing runs one backward pass inside another.
+    patches.wrap(torch.autograd, "backward", hooks.backward, outermost=True)
     for name in ("clip_grad_norm_", "clip_grad_value_"):
-        patches.wrap_everywhere([torch.nn.utils, clip], name, ClipHook(log))
-    steps = StepHooks(log)
-    patches.on_undo(register_optimizer_step_pre_hook(steps.before).remove)
-    patches.on_undo(register_optimizer_step_post_hook(steps.after).remove)
-    patches.wrap(Optimizer, "__init__", steps.init)
-    patches.wrap(Optimizer, "zero_grad", steps.zero_grad, traced=False)  # torch, too, keeps dynamo out of it
-    schedule = ScheduleHook(log)
+        patches.wrap_everywhere([torch.nn.utils, torch.nn.utils.clip_grad], name, hooks.clip)
+    patches.on_undo(register_optimizer_step_pre_hook(hooks.before_step).remove)
+    patches.on_undo(register_optimizer_step_post_hook(hooks.after_step).remove)
+    patches.wrap(Optimizer, "__init__", hooks.init)
+    patches.wrap(Optimizer, "zero_grad", hooks.zero_grad, traced=False)  # torch, too, keeps dynamo out of it
     ScalerHooks(log, patches).wrap(GradScaler)
     for kind in vars(lr_scheduler).values():
         if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler) and "step" in vars(kind):
-            patches.wrap(kind, "step", schedule)
+            patches.wrap(kind, "step", hooks.schedule, outermost=True)  # a schedule of schedules counts as one
 
 
 def probe_of(params: Iterable[Tensor]) -> tuple[Tensor, Tensor] | None:
@@ -58,16 +57,15 @@ def _first(grad: Tensor) -> Tensor:
     return local(grad.detach()).flatten()[:PROBE].float()
 
 
-class BackwardHook:
-    """Logs a backward pass for each optimizer whose gradients it changes, and the loss that it begins from."""
+class LoopHooks:
+    """Logs backward passes, clips, and the construction, steps and zeroing of optimizers, and schedules."""
 
     def __init__(self, log: TrainingLog):
-        self.log, self.running = log, False
+        self.log = log
+        self.stepping: list[tuple[Optimizer, Call]] = []  # an optimizer may step another one
 
-    def __call__(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs the backward pass."""
-        if self.running:  # activation checkpointing runs one inside another
-            return original(tensors, *args, **kwargs)
+    def backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        """Logs a backward pass for each optimizer whose gradients it changes, and the loss that it begins from."""
         log = self.log
         if any(not each.steps for each in log.optimizers.values()):
             log.find_models()
@@ -75,11 +73,7 @@ class BackwardHook:
         scaled = log.scaled_losses > 0
         if not scaled:
             log.add_losses(tensors)
-        self.running = True
-        try:
-            result = original(tensors, *args, **kwargs)
-        finally:
-            self.running = False
+        result = original(tensors, *args, **kwargs)
         log.scaled_losses -= scaled
         for optimizer, grads in before.items():
             if _gradients(optimizer) != grads:
@@ -97,26 +91,8 @@ class BackwardHook:
         if tracked.scaled:
             tracked.probe = probe_of(params_of(optimizer))
 
-
-def _format(tensors: Any) -> str | None:
-    first = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
-    return format_name(first.dtype) if isinstance(first, Tensor) else None
-
-
-def _gradients(optimizer: Optimizer) -> list[tuple[int, int] | None]:
-    """Returns what identifies the gradients of an optimizer: another tensor, or another version of it, is new."""
-    grads = [p.grad for p in params_of(optimizer)]
-    return [None if grad is None else (id(grad), grad._version) for grad in grads]
-
-
-class ClipHook:
-    """Logs that gradients are clipped, and whether they are still scaled."""
-
-    def __init__(self, log: TrainingLog):
-        self.log = log
-
-    def __call__(self, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        """Clips the gradients."""
+    def clip(self, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        """Logs that gradients are clipped, and whether they are still scaled."""
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         ids = {id(p) for p in params}
         clipped = [
@@ -140,20 +116,12 @@ class ClipHook:
             self.log.add_number(call, "divided", tracked.ratio)
         return call
 
-
-class StepHooks:
-    """Logs the construction, steps and zeroing of optimizers; an optimizer may step another one."""
-
-    def __init__(self, log: TrainingLog):
-        self.log = log
-        self.stepping: list[tuple[Optimizer, Call]] = []
-
     def init(self, original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Begins to track a new optimizer, and remembers where it was constructed."""
         original(optimizer, *args, **kwargs)
         self.log.track(optimizer).version = version_of(optimizer)
 
-    def before(self, optimizer: Optimizer, *_: Any) -> None:
+    def before_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Logs a step; torch calls it before the step of any optimizer."""
         if torch.compiler.is_compiling():
             return
@@ -171,7 +139,7 @@ class StepHooks:
         self.stepping.append((optimizer, call))
         log.library_depth += 1
 
-    def after(self, optimizer: Optimizer, *_: Any) -> None:
+    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Completes a step; torch calls it after any step, of a fused optimizer also if the scaler skips it."""
         if torch.compiler.is_compiling():
             return
@@ -193,7 +161,7 @@ class StepHooks:
         log = self.log
         tracked = log.track(optimizer)
         version = version_of(optimizer)
-        if tracked.version not in (None, version) and has_compiled():
+        if tracked.version not in (None, version) and graphs_compiled():
             log.unseen[f"the steps of {tracked.name}: they are compiled"] = None
             log.check_end(tracked)
             log.add_call("step", tracked.name, update=tracked.steps)
@@ -216,6 +184,26 @@ class StepHooks:
             finite = torch.isfinite(torch.stack([each.float() for each in largest]))
             self.log.read_later(finite, partial(_name_nonfinite, call, [name for name, _ in named]))
 
+    def schedule(self, original: Any, schedule: Any, *args: Any, **kwargs: Any) -> Any:
+        """Logs the step of a schedule, and the update it follows."""
+        if self.log.updates:  # the constructor of a schedule steps it once
+            optimizer = getattr(schedule, "optimizer", None)
+            target = self.log.track(optimizer).name if isinstance(optimizer, Optimizer) else None
+            self.log.add_call("schedule", target)
+        with self.log.library_call():
+            return original(schedule, *args, **kwargs)
+
+
+def _format(tensors: Any) -> str | None:
+    first = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
+    return format_name(first.dtype) if isinstance(first, Tensor) else None
+
+
+def _gradients(optimizer: Optimizer) -> list[tuple[int, int] | None]:
+    """Returns what identifies the gradients of an optimizer: another tensor, or another version of it, is new."""
+    grads = [p.grad for p in params_of(optimizer)]
+    return [None if grad is None else (id(grad), grad._version) for grad in grads]
+
 
 def _name_nonfinite(call: Call, names: list[str], finite: Tensor) -> None:
     bad = [name for name, good in zip(names, finite.tolist(), strict=True) if not good]
@@ -224,42 +212,27 @@ def _name_nonfinite(call: Call, names: list[str], finite: Tensor) -> None:
         call.names = [*call.names, *bad][:MOST_NAMES]
 
 
-class ScheduleHook:
-    """Logs the steps of a schedule, and the update they follow; a schedule of schedules counts as one."""
-
-    def __init__(self, log: TrainingLog):
-        self.log, self.running = log, False
-
-    def __call__(self, original: Any, schedule: Any, *args: Any, **kwargs: Any) -> Any:
-        """Steps the schedule."""
-        if self.running or not self.log.updates:  # the constructor of a schedule steps it once
-            return original(schedule, *args, **kwargs)
-        self.running = True
-        optimizer = getattr(schedule, "optimizer", None)
-        target = self.log.track(optimizer).name if isinstance(optimizer, Optimizer) else None
-        self.log.add_call("schedule", target)
-        try:
-            with self.log.library_call():
-                return original(schedule, *args, **kwargs)
-        finally:
-            self.running = False
-
-
 class ScalerHooks:
-    """Logs what a loss scaler does. One that is not enabled does nothing, and is ignored."""
+    """Logs what a loss scaler does."""
 
     def __init__(self, log: TrainingLog, patches: Patches):
         self.log, self.patches = log, patches
-        self.running: set[str] = set()  # a method of a subclass calls the one it overrides
+        hooks = {"scale": self.scale, "unscale_": self.unscale, "step": self.step, "update": self.update}
+        self._hooks: dict[str, Around] = {
+            "__init__": self.init,
+            **{name: partial(self._call, hook) for name, hook in hooks.items()},
+        }
 
     def wrap(self, kind: type) -> None:
         """Wraps the methods that a class itself defines."""
-        around = {"scale": self.scale, "unscale_": self.unscale, "step": self.step, "update": self.update}
-        for name in SCALER_METHODS:
+        for name, hook in self._hooks.items():
             if name in vars(kind) and not is_watched(vars(kind)[name]):
-                self.patches.wrap(kind, name, around[name])
-        if "__init__" in vars(kind) and not is_watched(vars(kind)["__init__"]):
-            self.patches.wrap(kind, "__init__", self.init)
+                self.patches.wrap(kind, name, hook, outermost=True)
+
+    def _call(self, hook: Any, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        if not scaler.is_enabled():  # it does nothing
+            return original(scaler, *args, **kwargs)
+        return hook(self.log.library_call()(original), scaler, *args, **kwargs)
 
     def init(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> None:
         """Wraps the class of a new scaler."""
@@ -270,31 +243,25 @@ class ScalerHooks:
 
     def scale(self, original: Any, scaler: Any, outputs: Any) -> Any:
         """Logs the loss before it is scaled."""
-        if not scaler.is_enabled() or "scale" in self.running:
-            return original(scaler, outputs)
         log = self.log
         log.add_losses(outputs)
         log.scaled_losses += len(outputs) if isinstance(outputs, list | tuple) else 1
         call = log.add_call("scale", log.name_scaler(scaler))
-        result = self._run("scale", original, scaler, outputs)
+        result = original(scaler, outputs)
         log.add_number(call, "scale", scaler._scale)
         return result
 
     def unscale(self, original: Any, scaler: Any, optimizer: Any) -> Any:
         """Logs that gradients are unscaled, by the user or by `step`."""
-        if not scaler.is_enabled() or "unscale_" in self.running:
-            return original(scaler, optimizer)
         tracked = self.log.track(optimizer)
         call = self.log.add_call("unscale", tracked.name)
         self.log.add_number(call, "scale", scaler._scale)
-        result = self._run("unscale_", original, scaler, optimizer)
+        result = original(scaler, optimizer)
         tracked.scaled = False
         return result
 
     def step(self, original: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Logs a skipped update if the scaler does not step the optimizer."""
-        if not scaler.is_enabled() or "step" in self.running:
-            return original(scaler, optimizer, *args, **kwargs)
         log = self.log
         inner = unwrapped(optimizer)
         tracked = log.track(inner)
@@ -302,7 +269,7 @@ class ScalerHooks:
         before = tracked.steps
         log.scaler_steps += 1
         try:
-            result = self._run("step", original, scaler, optimizer, *args, **kwargs)
+            result = original(scaler, optimizer, *args, **kwargs)
         finally:
             log.scaler_steps -= 1
         if tracked.steps == before:
@@ -312,18 +279,8 @@ class ScalerHooks:
 
     def update(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
         """Logs the scale before and after its update."""
-        if not scaler.is_enabled() or "update" in self.running:
-            return original(scaler, *args, **kwargs)
         call = self.log.add_call("update", self.log.name_scaler(scaler))
         self.log.add_number(call, "before", scaler._scale)
-        result = self._run("update", original, scaler, *args, **kwargs)
+        result = original(scaler, *args, **kwargs)
         self.log.add_number(call, "after", scaler._scale)
         return result
-
-    def _run(self, name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self.running.add(name)
-        try:
-            with self.log.library_call():
-                return original(*args, **kwargs)
-        finally:
-            self.running.discard(name)

@@ -30,7 +30,7 @@ def models_of(params: Iterable[Tensor]) -> dict[str, nn.Module]:
     return _named(chosen)
 
 
-def copied_models(params: Sequence[Tensor]) -> dict[str, nn.Module]:
+def copied_model(params: Sequence[Tensor]) -> nn.Module | None:
     """Returns the model whose trainable weights are as many and of the same shapes: the optimizer steps a copy."""
     shapes = [p.shape for p in params]
     found = [
@@ -38,7 +38,7 @@ def copied_models(params: Sequence[Tensor]) -> dict[str, nn.Module]:
         for each in _modules()
         if [p.shape for p in each.parameters() if p.requires_grad] == shapes
     ]
-    return _named([_unwrapped(max(found, key=lambda pair: pair[0])[1])]) if found else {}
+    return _unwrapped(max(found, key=lambda pair: pair[0])[1]) if found else None
 
 
 def _modules() -> list[nn.Module]:

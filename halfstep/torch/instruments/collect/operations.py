@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep.core.audit.record import Operation
 from halfstep.core.torch_functions import KERNELS, LOSSES, NORMS, SOFTMAX, named
+from halfstep.torch.instruments.collect import places
 from halfstep.torch.instruments.collect.tensors import format_name, is_narrow, local, tensors_of
 
 _PLACES = (torch, torch.Tensor)
@@ -139,8 +140,7 @@ class Operations:
         kind = KINDS.get(function)
         if kind is None and not len(self._marks):
             return
-        inputs = [t for t in tensors_of(args) if t.is_floating_point()]
-        out = next((t for t in tensors_of(result) if t.is_floating_point()), None)
+        inputs, out = [*tensors_of(args)], next(tensors_of(result), None)
         if not inputs or out is None:
             return
         mark = self._mark(function, kind, inputs, out, place, autocast)
@@ -155,11 +155,9 @@ class Operations:
             if values and is_narrow(out.dtype) and out.requires_grad and out.numel() and what != "loss":
                 tally.add(inputs, out)
 
-    def see_module(
-        self, kind: Any, inside: str | None, inputs: list[Tensor], out: Tensor, where: Where, place: Any
-    ) -> None:
+    def see_module(self, kind: Any, inside: str | None, inputs: list[Tensor], out: Tensor, where: Where) -> None:
         """Adds a module whose functions are hidden: a kernel, or a layer that casts by itself."""
-        tally = self._tally(None, kind, inside, inputs, out, where, place, None)
+        tally = self._tally(None, kind, inside, inputs, out, where, places.place, None)
         tally.operation.count += 1
         if is_narrow(out.dtype) and out.requires_grad and out.numel():
             tally.add(inputs, out)

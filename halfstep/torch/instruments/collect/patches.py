@@ -15,27 +15,35 @@ class Patches:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
+        self._running: set[Around] = set()
 
-    def wrap(self, owner: Any, name: str, around: Around, *, traced: bool = True) -> None:
+    def wrap(self, owner: Any, name: str, around: Around, *, traced: bool = True, outermost: bool = False) -> None:
         """Replaces a function by one that calls `around(original, *args, **kwargs)`.
 
         Where dynamo traces the call, it meets the original: compiled code stays as it is. With `traced=False`
-        it never traces the call.
+        it never traces the call. With `outermost`, calls inside a call of the same `around` go to the original: a
+        method of a subclass calls the one it overrides.
         """
         original = getattr(owner, name)
 
         @wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or around in self._running:
                 return original(*args, **kwargs)
-            return around(original, *args, **kwargs)
+            if not outermost:
+                return around(original, *args, **kwargs)
+            self._running.add(around)
+            try:
+                return around(original, *args, **kwargs)
+            finally:
+                self._running.discard(around)
 
         wrapper.__halfstep_watched__ = True  # type: ignore[attr-defined]
         self.put(owner, name, wrapper if traced else _disable_dynamo(wrapper))
 
-    def wrap_everywhere(self, owners: list[Any], name: str, around: Around) -> None:
+    def wrap_everywhere(self, owners: list[Any], name: str, around: Around, **options: bool) -> None:
         """Replaces a function that several modules have under one name."""
-        self.wrap(owners[0], name, around)
+        self.wrap(owners[0], name, around, **options)
         for owner in owners[1:]:
             self.put(owner, name, getattr(owners[0], name))
 

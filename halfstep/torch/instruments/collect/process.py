@@ -1,9 +1,9 @@
 """One process of a tracked script: writes its record to a folder, and ends the script after its updates.
 
 The record is written at the end, and before it after 1, 2, 4, 8 ... updates, so that a process that is killed, or
-a fork that leaves without a word, is still log. The script ends by `SystemExit`, raised where the next update
-would begin: its `finally` blocks and `with` blocks run, and every update before it is whole. Ranks of one job make
-the same updates, so they end together.
+a fork that leaves without a word, still leaves a record. The script ends by `SystemExit`, raised where the next
+update would begin: its `finally` blocks and `with` blocks run, and every update before it is whole. Ranks of one
+job make the same updates, so they end together.
 """
 
 import _thread
@@ -57,15 +57,11 @@ class Process:
             _thread.interrupt_main()
         raise SystemExit(0)
 
-    def restart_after_fork(self) -> None:
-        """Empties the log in a forked child, whose record is its own."""
-        self.watch.log.forget()
-
 
 def begin(folder: str, steps: int) -> None:
     """Watches this process from now on."""
     process = Process(folder, steps)
     process.watch.__enter__()
     atexit.register(process.write)
-    os.register_at_fork(after_in_child=process.restart_after_fork)
+    os.register_at_fork(after_in_child=process.watch.log.forget)  # the record of a child is its own
     util.register_after_fork(process, lambda its: util.Finalize(None, its.write, exitpriority=10))

@@ -1,6 +1,7 @@
 """Hooks on what surrounds the updates: autocast, sums over ranks, saving and loading, waiting for the device."""
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from halfstep.torch.instruments.collect.models import params_of
 from halfstep.torch.instruments.collect.patches import Patches
 from halfstep.torch.instruments.collect.places import is_library, name_of
 from halfstep.torch.instruments.collect.tensors import format_name, local
+from halfstep.torch.instruments.collect.weights import moments_of
 
 # Methods that make the host wait for a tensor. On a CPU nothing waits, but the script may run on a GPU tomorrow.
 SYNCS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__")
@@ -40,11 +42,11 @@ def install(log: TrainingLog, patches: Patches) -> None:
     patches.wrap(torch.optim.Optimizer, "load_state_dict", hooks.load_optimizer)
     patches.wrap(torch.nn.Module, "load_state_dict", hooks.load_model)
     for name in SYNCS:
-        patches.wrap(Tensor, name, SyncHook(log, name))
+        patches.wrap(Tensor, name, partial(hooks.wait, name))
 
 
 class SystemHooks:
-    """Logs each kind of event once: what a line does again and again is one event."""
+    """Logs each kind of event once: what a line does again and again is one event. Waits are counted."""
 
     def __init__(self, log: TrainingLog):
         self.log = log
@@ -135,14 +137,24 @@ class SystemHooks:
         self.log.add_call("load", "weights", numbers={"rounded": float(rounded)})
         return original(module, state, *args, **kwargs)
 
+    def wait(self, name: str, original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Counts per update how often a line of the user's waits for a tensor."""
+        log = self.log
+        if not log.library_depth and not (name in MOVES and tensor.device.type == "cpu"):
+            frame = sys._getframe(2)  # beyond this one and the wrapper
+            if not is_library(frame.f_code.co_filename):
+                counts = log.syncs.setdefault((name_of(frame), name.strip("_")), [])
+                counts += [0] * (log.updates + 1 - len(counts))
+                counts[-1] += 1
+        return original(tensor, *args, **kwargs)
+
 
 def _is_narrower(new: torch.dtype, old: torch.dtype) -> bool:
     return new.is_floating_point and old.is_floating_point and new.itemsize < old.itemsize
 
 
 def _moments(state: Any) -> list[Tensor]:
-    each = [value for its in state.values() if isinstance(its, dict) for value in its.values()]
-    return [value for value in each if isinstance(value, Tensor) and value.ndim and value.is_floating_point()]
+    return [value for held in state.values() for _, value in moments_of(held)]
 
 
 def _dict_with(thing: Any, keys: set[str], depth: int = 3) -> Any:
@@ -152,21 +164,3 @@ def _dict_with(thing: Any, keys: set[str], depth: int = 3) -> Any:
     if keys <= thing.keys():
         return thing
     return next((found for each in thing.values() if (found := _dict_with(each, keys, depth - 1))), None)
-
-
-class SyncHook:
-    """Counts per update how often a line of the user's waits for a tensor."""
-
-    def __init__(self, log: TrainingLog, name: str):
-        self.log, self.name = log, name
-
-    def __call__(self, original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Calls the method that waits."""
-        log = self.log
-        if not log.library_depth and not (self.name in MOVES and tensor.device.type == "cpu"):
-            frame = sys._getframe(2)  # beyond this one and the wrapper
-            if not is_library(frame.f_code.co_filename):
-                counts = log.syncs.setdefault((name_of(frame), self.name.strip("_")), [])
-                counts += [0] * (log.updates + 1 - len(counts))
-                counts[-1] += 1
-        return original(tensor, *args, **kwargs)

@@ -43,9 +43,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def tensors_of(*trees: Any) -> Iterator[Tensor]:
-    """Yields the tensors among arguments, and in lists, tuples and dictionaries of them."""
+    """Yields the floating-point tensors among arguments, and in lists, tuples and dictionaries of them."""
     for tree in trees:
-        if isinstance(tree, Tensor):
+        if isinstance(tree, Tensor) and tree.is_floating_point():
             yield tree
         elif isinstance(tree, list | tuple):
             yield from tensors_of(*tree)

@@ -17,7 +17,7 @@ from halfstep.core.audit.record import Record
 from halfstep.core.errors import FactoryError
 from halfstep.torch.instruments.collect import loop_hooks, system_hooks
 from halfstep.torch.instruments.collect.formats import Formats
-from halfstep.torch.instruments.collect.log import SHARE, TrainingLog
+from halfstep.torch.instruments.collect.log import TrainingLog
 from halfstep.torch.instruments.collect.patches import Patches
 from halfstep.torch.instruments.collect.weights import buffers_of, weights_of
 
@@ -25,22 +25,12 @@ from halfstep.torch.instruments.collect.weights import buffers_of, weights_of
 class Watch:
     """The hooks, from `with` to its end.
 
-    `end` is called at the beginning of update number `steps` + 1, `on_update` after each update.
-    Without `formats`, only the calls of the loop are logged, not what the model computes.
+    Without `formats`, only the calls of the loop are logged, not what the model computes. `settings` are those of
+    the log.
     """
 
-    def __init__(
-        self,
-        *,
-        formats: bool = True,
-        steps: int | None = None,
-        end: Callable[[], None] = lambda: None,
-        on_update: Callable[[int], None] = lambda updates: None,
-        share: float = SHARE,
-    ):
-        self.log = TrainingLog(
-            Formats() if formats else None, steps=steps, end=end, on_update=on_update, share=share
-        )
+    def __init__(self, *, formats: bool = True, **settings: Any):
+        self.log = TrainingLog(Formats() if formats else None, **settings)
         self.patches = Patches()
 
     def __enter__(self) -> "Watch":

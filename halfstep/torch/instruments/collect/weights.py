@@ -106,6 +106,13 @@ def _moment_formats(optimizer: torch.optim.Optimizer | None, parameter: Tensor) 
     }
 
 
+def moments_of(held: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yields the moments in what an optimizer, or its saved state, holds of one parameter."""
+    for key, value in held.items() if isinstance(held, Mapping) else ():
+        if isinstance(value, Tensor) and value.ndim and value.is_floating_point():
+            yield str(key), value
+
+
 # Files
 
 _SCALER = {"scale", "growth_factor", "growth_interval"}  # of GradScaler's state
@@ -150,16 +157,10 @@ def _add(content: Any, facts: CheckpointFacts, shapes: dict[str, list[int]]) -> 
 def _add_moments(state: Any, facts: CheckpointFacts, shapes: dict[str, list[int]]) -> None:
     left = {name: list(shape) for name, shape in shapes.items()}
     for index, held in state.items() if isinstance(state, Mapping) else ():
-        moments = dict(_moments(held))
+        moments = dict(moments_of(held))
         shape = next((list(value.shape) for value in moments.values()), None)
         name = (
             str(index) if isinstance(index, str) else next((n for n, s in left.items() if s == shape), str(index))
         )
         left.pop(name, None)
         facts.moments |= {f"{name}/{key}": format_name(value.dtype) for key, value in moments.items()}
-
-
-def _moments(held: Any) -> Iterator[tuple[str, Tensor]]:
-    for key, value in held.items() if isinstance(held, Mapping) else ():
-        if isinstance(value, Tensor) and value.ndim and value.is_floating_point():
-            yield str(key), value
