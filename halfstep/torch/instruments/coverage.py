@@ -9,8 +9,7 @@ norms, and arithmetic that an fp32 tensor promotes. Of attention on a GPU it has
 or why it takes none.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -22,7 +21,7 @@ from halfstep.core.audit.coverage import Coverage, Row
 from halfstep.torch.convert.functions.entry import Entry, Scope, Skip, tensors_of
 from halfstep.torch.convert.functions.mode import WATCHERS
 from halfstep.torch.convert.functions.table import ATTENTION, SENSITIVE, is_arithmetic
-from halfstep.torch.instruments.nonfinite import preserve_state
+from halfstep.torch.instruments.replay import RunningModules, extra_pass
 from halfstep.torch.numerics import attention
 from halfstep.torch.numerics.dtypes import NARROW
 from halfstep.torch.numerics.lowering import bypass_mode, to_compute
@@ -31,19 +30,19 @@ from halfstep.torch.numerics.lowering import bypass_mode, to_compute
 def record(model: nn.Module, loss_fn: Callable[[Any], Any], batch: Any) -> Coverage:
     """Runs one forward pass and lists its functions."""
     counts: dict[Row, int] = {}
-    inside: list[str] = []
+    running = RunningModules()
 
     def watch(scope: Scope, func: Any, args: Any, kwargs: Any, entry: Entry | None, why: str) -> None:
         how = _how(scope, func, args, kwargs, entry, why)
         if how is not None:
             kernel = _kernel(scope, args, kwargs) if func is F.scaled_dot_product_attention else ""
-            row = Row(_function(func), inside[-1] if inside else "", how[0], how[1] + kernel)
+            inside = (running.names[-1] or "the model") if len(running.names) > 1 else ""
+            row = Row(_function(func), inside, how[0], how[1] + kernel)
             counts[row] = counts.get(row, 0) + 1
 
     WATCHERS.append(watch)
     try:
-        eagerly = torch.compiler.set_stance("force_eager")
-        with eagerly, torch.enable_grad(), preserve_state(model), _named(model, inside):
+        with extra_pass(model), running.follow(model):
             loss_fn(batch)
     finally:
         WATCHERS.remove(watch)
@@ -83,23 +82,3 @@ def _kernel(scope: Scope, args: Any, kwargs: Any) -> str:
 def _function(func: Any) -> str:
     known = resolve_name(func)
     return known if known and "<" not in known else getattr(func, "__name__", str(func))
-
-
-@contextmanager
-def _named(model: nn.Module, inside: list[str]) -> Iterator[None]:
-    handles: list[Any] = []
-    for name, module in model.named_modules():
-
-        def enter(module: nn.Module, args: Any, name: str = name) -> None:
-            inside.append(name or "the model")
-
-        def leave(module: nn.Module, args: Any, out: Any) -> None:
-            inside.pop()
-
-        handles.append(module.register_forward_pre_hook(enter))
-        handles.append(module.register_forward_hook(leave, always_call=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -23,13 +23,12 @@ from halfstep.config.run import MOST_SLICE
 from halfstep.core.arrays.layer_numbers import LayerNumbers, name_numbers, table
 from halfstep.core.errors import ArgumentError
 from halfstep.core.observed import LayerInfo, Observation, Sample
-from halfstep.torch.instruments.nonfinite import preserve_state
 from halfstep.torch.instruments.observe.layers import spec_of_role, watched_layers
 from halfstep.torch.instruments.observe.readback import Unread
-from halfstep.torch.instruments.observe.slots import LayerWatch, first_tensor, pause_counting
+from halfstep.torch.instruments.observe.slots import LayerWatch, first_tensor
 from halfstep.torch.instruments.observe.sums import Part, observations, part_of
 from halfstep.torch.instruments.observe.weights import WeightNumbers, stored
-from halfstep.torch.instruments.replay import preserve_cast_marks
+from halfstep.torch.instruments.replay import extra_pass_of_run
 from halfstep.torch.optim.adamw import Grads
 
 NEVER = 2**62  # updates between two copies, if the caller makes them
@@ -120,13 +119,8 @@ class Monitor:
         leaves gradients, buffers and random state as they were. Waits for the device.
         """
         rows, whole = _first_rows(batch, share)
-        seen: dict[Any, list[Part]] = {}
-        with ExitStack() as stack:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(pause_counting())
-            stack.enter_context(preserve_cast_marks(self._run))
-            stack.enter_context(preserve_state(self._run.model))
+        seen: list[tuple[LayerInfo, str, Part]] = []
+        with extra_pass_of_run(self._run), ExitStack() as stack:
             for module, info in zip(self._watch.modules, self.layers, strict=True):
                 hook = module.register_forward_hook(_observer(info, seen), with_kwargs=True)
                 stack.callback(hook.remove)
@@ -136,28 +130,26 @@ class Monitor:
             (loss.float() / weight * whole * self._run.scale_state.scale).backward()
         for module, info in zip(self._watch.modules, self.layers, strict=True):
             if (p := _matrix(module)) is not None:
-                seen[info.name, "weight"] = [part_of(stored(p), spec_of_role(info, "weight"))]
-        parts = {(key, i): part for key, all in seen.items() for i, part in enumerate(all)}
-        samples: dict[str, dict[str, Sample]] = {info.name: {} for info in self.layers}
-        merged: dict[Any, Observation] = {}
-        for (key, _), observation in observations(parts).items():
-            merged[key] = merged[key] + observation if key in merged else observation
-        for (name, role), observation in merged.items():
-            samples[name][role] = observation.sample()
-        return samples
+                seen.append((info, "weight", part_of(stored(p), spec_of_role(info, "weight"))))
+        merged: dict[str, dict[str, Observation]] = {info.name: {} for info in self.layers}
+        for (info, role, _), observation in zip(seen, observations([part for *_, part in seen]), strict=True):
+            roles = merged[info.name]
+            roles[role] = roles[role] + observation if role in roles else observation
+        return {name: {role: each.sample() for role, each in roles.items()} for name, roles in merged.items()}
 
 
-def _observer(info: LayerInfo, seen: dict[Any, list[Part]]) -> Callable[..., None]:
+def _observer(info: LayerInfo, seen: list[tuple[LayerInfo, str, Part]]) -> Callable[..., None]:
     """Returns a forward hook that copies parts of what enters a layer, and of the gradient of what leaves it."""
 
     def keep(role: str, x: Tensor) -> None:
-        seen.setdefault((info.name, role), []).append(part_of(x, spec_of_role(info, role)))
+        seen.append((info, role, part_of(x, spec_of_role(info, role))))
 
     def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         y = first_tensor((output,) if not isinstance(output, tuple) else output)
         x = None if info.kind == "embedding" else first_tensor((*args, *kwargs.values()))
-        if torch.is_grad_enabled() and (x if x is not None else y) is not None:
-            keep("activation", y if x is None else x)  # type: ignore[arg-type]
+        x = y if x is None else x
+        if torch.is_grad_enabled() and x is not None:
+            keep("activation", x)
         if y is not None and y.requires_grad:
             y.register_hook(lambda g: keep("gradient", g))
 

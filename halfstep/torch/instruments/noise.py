@@ -25,6 +25,7 @@ from halfstep.core.errors import ReplayError
 from halfstep.core.formats import Format
 from halfstep.core.precision import Precision
 from halfstep.core.roles import is_narrow
+from halfstep.torch.instruments.replay import RunningModules
 
 # Where the operands of an operation are among its arguments.
 _OPERANDS = {
@@ -96,22 +97,11 @@ class PassMode(TorchDispatchMode):
     def __init__(self, draws: RandomNumbers, precisions: Mapping[str, Precision] | None = None, draw: int = 0):
         super().__init__()
         self._numbers, self._precisions, self._draw = draws, precisions, draw
-        self._running = [""]  # the modules whose forward passes run
-        self._modules: dict[int, str] = {}  # by the number of the autograd node that differentiates an operation
+        self._running = RunningModules()
 
     def watch(self, model: nn.Module) -> ExitStack:
         """Follows which module runs, until the stack is closed."""
-
-        def leave(*_: Any) -> None:
-            self._running.pop()
-
-        stack = ExitStack()
-        for name, module in model.named_modules():
-            if name in (self._precisions or {}):
-                enter = module.register_forward_pre_hook(lambda *_, name=name: self._running.append(name))
-                stack.callback(enter.remove)
-                stack.callback(module.register_forward_hook(leave).remove)
-        return stack
+        return self._running.follow(model, self._precisions or ())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation, with kept random numbers and noise where they apply."""
@@ -132,15 +122,12 @@ class PassMode(TorchDispatchMode):
         return returned
 
     def _add_noise(self, name: str, args: Any, node: Any) -> Any:
-        if node is None:
-            newest = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
-            self._modules.setdefault(newest, self._running[-1])
+        module = self._running.here()
         places: tuple[int, ...] = _OPERANDS.get(name, ())
         if name.startswith(_ATTENTION):
             places = (0, 1, 2, 3) if name.endswith("_backward") else (0, 1, 2)
         if not places:
             return args
-        module = self._running[-1] if node is None else self._modules.get(node._sequence_nr(), "")
         fmt, args = self._format(module, backward=node is not None), list(args)
         for place in places:
             if args[place].dtype is torch.float32:

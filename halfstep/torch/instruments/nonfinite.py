@@ -21,9 +21,7 @@ Around compiled code a dispatch mode would silently turn compilation off, so the
 """
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from halfstep.core.audit.cause import Cause
+from halfstep.torch.instruments.replay import RunningModules, extra_pass
 from halfstep.torch.numerics.shards import is_shard, local
 from halfstep.torch.numerics.split.operand import GRAD_OWNER
 from halfstep.torch.parallel.ranks import from_all_ranks, num_ranks
@@ -48,10 +47,10 @@ def find(
     at what it finds, and all name the same tensor: that of the first rank that has one.
     """
     alone, cause = num_ranks() == 1, None
-    with force_eager(), torch.enable_grad(), preserve_state(model):
+    with extra_pass(model):
         for number, batch in enumerate(micro_batches):
             watch = _FirstFailure(model)
-            with watch, watch.origins:
+            with watch.hooks, watch.origins:
                 given = loss_fn(batch)
                 loss, weight = given if isinstance(given, tuple) else (given, 1.0)
                 if watch.cause is None and not _is_finite(loss):
@@ -70,12 +69,6 @@ def find(
             what = f"the sum of gradients of `{name}`; {each} they are finite"
             return Cause("reduction", what, name.rpartition(".")[0])
     return Cause("nowhere", "run again, the step is finite: dropout, another batch or a later update decides it")
-
-
-def force_eager() -> AbstractContextManager[object]:
-    """Makes compiled functions run eagerly inside; does not import dynamo if nothing was compiled."""
-    known = "torch._dynamo" in sys.modules
-    return torch.compiler.set_stance("force_eager") if known else nullcontext()
 
 
 def _bad_sum(model: nn.Module) -> str | None:
@@ -106,15 +99,15 @@ class _FirstFailure:
 
     def __init__(self, model: nn.Module):
         self.cause: Cause | None = None
-        self._running = [""]  # the modules whose forward passes run, innermost last
-        self.origins = Origins(lambda: self._running[-1])
+        running = RunningModules()
+        self.origins = Origins(running)
+        self.hooks = running.follow(model)  # until the stack is closed
         self._entered = ""  # the first module whose input is not finite
-        self._handles: list[Any] = []
         self._watched: set[int] = set()
         for name, module in model.named_modules():
             before, after = self._pre_hook(name), self._post_hook(name, module)
-            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(after, with_kwargs=True))
+            self.hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            self.hooks.callback(module.register_forward_hook(after, with_kwargs=True).remove)
         for name, parameter in model.named_parameters():
             self._watch_parameter(name, parameter)
 
@@ -123,14 +116,7 @@ class _FirstFailure:
             self._watched.add(id(parameter))
             hook = self._gradient_hook(f"`{name}`", name.rpartition(".")[0])
             owner = getattr(parameter, GRAD_OWNER, parameter)  # whose gradient autograd takes
-            self._handles.append(owner.register_hook(hook))
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
+            self.hooks.callback(owner.register_hook(hook).remove)
 
     def keep_cause(self, cause: Cause, tensor: Tensor) -> None:
         """Keeps a cause, with the operation that made the tensor bad if it is known."""
@@ -146,7 +132,6 @@ class _FirstFailure:
             for own, parameter in module._parameters.items():
                 if parameter is not None:  # FSDP gives a module another parameter while it runs
                     self._watch_parameter(f"{name}.{own}" if name else own, parameter)
-            self._running.append(name)
             if not self._entered and self.cause is None and not _is_finite((args, kwargs)):
                 self._entered = name or "the model"
 
@@ -154,7 +139,6 @@ class _FirstFailure:
 
     def _post_hook(self, name: str, module: nn.Module) -> Callable[..., None]:
         def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self._running.pop()
             if self.cause is None and not _is_finite(output):
                 if _is_finite((args, kwargs)):
                     bad = next(tensor for tensor in _float_tensors(output) if not _is_finite(tensor))
@@ -164,7 +148,7 @@ class _FirstFailure:
             for tensor in _float_tensors(output):
                 if tensor.requires_grad and torch.is_grad_enabled():
                     what = f"the output of `{name}`" if name else "the output of the model"
-                    self._handles.append(tensor.register_hook(self._gradient_hook(what, name)))
+                    self.hooks.callback(tensor.register_hook(self._gradient_hook(what, name)).remove)
 
         return hook
 
@@ -187,44 +171,14 @@ class _FirstFailure:
 
 
 def _is_finite(tree: Any, *, masks: bool = True) -> bool:
-    """Whether no tensor holds NaN or infinity, except the -inf of masks."""
-    for tensor in _float_tensors(tree):
-        values = tensor.detach()
-        values = values.coalesce().values() if values.is_sparse else values
-        bad = ~values.isfinite()
-        if masks and not tensor.requires_grad:
-            bad &= values != -torch.inf
-        if bool(bad.any()):
-            return False
-    return True
+    """Whether no tensor holds NaN or infinity, except the -inf of masks, which need no gradient."""
+    return all(badness(t) <= (MASKED if masks and not t.requires_grad else FINE) for t in _float_tensors(tree))
 
 
 def _float_tensors(tree: Any) -> Iterator[Tensor]:
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             yield leaf
-
-
-@contextmanager
-def preserve_state(model: nn.Module) -> Iterator[None]:
-    """Restores gradients, buffers and the random state afterwards."""
-    gradients = [(p, p.grad) for p in model.parameters()]
-    held = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
-    with torch.random.fork_rng(devices):
-        try:
-            for p, _ in gradients:
-                p.grad = None
-            yield
-        finally:
-            for place, before in held:
-                place.update(before)  # a module may have put another tensor there
-            with torch.no_grad():
-                for b, old in buffers:
-                    b.copy_(old)
-            for p, old_grad in gradients:
-                p.grad = old_grad
 
 
 # Origins
@@ -244,11 +198,10 @@ class Origin:
 class Origins(TorchDispatchMode):
     """Records where bad numbers come from, while it is active."""
 
-    def __init__(self, running: Callable[[], str]):
+    def __init__(self, running: RunningModules):
         super().__init__()
-        self._running = running  # the module whose forward pass runs
+        self._running = running
         self._origins: dict[int, Origin | None] = {}  # by storage; None: the numbers came from outside
-        self._modules: dict[int, str] = {}  # by the number of the autograd node that differentiates an operation
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
         """Returns the origin of the bad numbers in a tensor, if it is known."""
@@ -259,49 +212,39 @@ class Origins(TorchDispatchMode):
         given = tree_leaves((args, kwargs))
         worst, origin = FINE, None
         for each in given:
-            how = MASKED if _is_mask(each) else badness(each)
-            if how > worst:
+            if (how := badness(each)) > worst:
                 worst, origin = how, self.origin_of(each) if isinstance(each, Tensor) else None
-        node = torch._C._current_autograd_node()
-        if node is None:
-            newest = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
-            self._modules.setdefault(newest, self._running())  # others without a node of their own may follow
+        node, module = torch._C._current_autograd_node(), self._running.here()
         returned = func(*args, **(kwargs or {}))
         before = {_key(each) for each in given if isinstance(each, Tensor) and each.is_floating_point()}
         written = "empty" not in func.overloadpacket.__name__
         for each in tree_leaves(returned):
             if (how := badness(each) if written else FINE) != FINE:
                 mine = worst == FINE or (worst < how and origin is None)
-                self._origins[_key(each)] = self._new_origin(func, node) if mine else origin
+                name = func.overloadpacket.__name__ + ("" if node is None else f" of {node.name()}")
+                self._origins[_key(each)] = Origin(name, module, node is not None) if mine else origin
             elif isinstance(each, Tensor) and each.is_floating_point() and (key := _key(each)) not in before:
                 self._origins.pop(key, None)  # the memory of a tensor that is gone
         return returned
 
-    def _new_origin(self, func: Any, node: Any) -> Origin:
-        name = func.overloadpacket.__name__
-        if node is None:
-            return Origin(name, self._running(), False)
-        module = self._modules.get(node._sequence_nr(), "")
-        return Origin(f"{name} of {node.name()}", module, True)
-
 
 def badness(value: Any) -> int:
-    """Returns FINE, MASKED if a tensor has no bad number but -inf, or BAD."""
+    """Returns FINE, MASKED if a number or a tensor has nothing bad but -inf, or BAD."""
+    if isinstance(value, float):
+        return MASKED if value == -math.inf else FINE
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_meta or value.is_nested:
         return FINE
-    values = value._local_tensor if is_shard(value) else value.detach()  # type: ignore[attr-defined]
-    values = values.coalesce().values() if values.is_sparse else values
+    values = _values_of(value)
     values = values.float() if values.element_size() == 1 else values  # fp8 has no isfinite
     if bool(values.isfinite().all()):
         return FINE
     return MASKED if bool((values.isfinite() | (values == -torch.inf)).all()) else BAD
 
 
-def _is_mask(value: Any) -> bool:
-    return isinstance(value, float) and value == -math.inf
-
-
 def _key(tensor: Tensor) -> int:
-    values = tensor._local_tensor if is_shard(tensor) else tensor  # type: ignore[attr-defined]
-    values = values.coalesce().values() if values.is_sparse else values
-    return int(values.untyped_storage()._cdata)
+    return int(_values_of(tensor).untyped_storage()._cdata)
+
+
+def _values_of(tensor: Tensor) -> Tensor:
+    values = tensor._local_tensor if is_shard(tensor) else tensor.detach()  # type: ignore[attr-defined]
+    return values.coalesce().values() if values.is_sparse else values

@@ -17,8 +17,9 @@ activations as wide as the formats say.
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import sys
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,7 +32,6 @@ from halfstep.core.formats import Format
 from halfstep.core.precision import Precision
 from halfstep.torch.convert.modules import Code, Island, Leaf, Root
 from halfstep.torch.convert.plan import set_module_precision
-from halfstep.torch.instruments.nonfinite import force_eager, preserve_state
 from halfstep.torch.instruments.observe.slots import pause_counting
 from halfstep.torch.layers import Layer
 from halfstep.torch.numerics.lowering import CASTED_TO
@@ -52,11 +52,12 @@ class Replay(NamedTuple):
 
 def precisions_of(model: nn.Module) -> dict[str, Precision]:
     """Returns what each module currently computes in, by name; the name of the model itself is empty."""
-    found = {name: _casts_of(module) for name, module in model.named_modules()}
+    found = {name: casts_of(module) for name, module in model.named_modules()}
     return {name: casts.precision for name, casts in found.items() if casts is not None}
 
 
-def _casts_of(module: nn.Module) -> Any:
+def casts_of(module: nn.Module) -> Any:
+    """Returns the casts of a module that a policy has prepared; None of any other."""
     if isinstance(module, Layer):
         return module.casts
     if isinstance(module, Island | Leaf | Code):
@@ -84,12 +85,7 @@ def switch_formats(
             )
     rest = otherwise or Precision()
     with ExitStack() as stack:
-        stack.enter_context(force_eager())
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(pause_counting())
-        stack.enter_context(preserve_cast_marks(run))
-        stack.enter_context(preserve_state(model))
-        stack.enter_context(_python_random())
+        stack.enter_context(extra_pass_of_run(run))
         stack.enter_context(_pause_ddp_sync(run))
         stack.callback(_reshard, run)
         stack.enter_context(_set_precisions(model, {name: given.get(name, rest) for name in known}))
@@ -171,28 +167,80 @@ def _dense(grad: Tensor) -> Tensor:
     return (grad.to_dense() if grad.is_sparse else grad).detach().float()
 
 
+# --- passes that leave no trace
+
+
 @contextmanager
-def preserve_cast_marks(run: Any) -> Iterator[None]:
-    """Restores what the next update depends on: marks for casts of weights, amaxes of delayed operands."""
+def extra_pass(model: nn.Module) -> Iterator[None]:
+    """Inside, passes run eagerly; afterwards gradients, buffers and random states are as they were before."""
+    gradients = [(p, p.grad) for p in model.parameters()]
+    held = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    of_python, of_numpy = random.getstate(), np.random.get_state()  # some models draw from them
+    # Not to import dynamo, which is slow, if nothing was compiled.
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    with eager, torch.enable_grad(), torch.random.fork_rng(devices):
+        try:
+            for p, _ in gradients:
+                p.grad = None
+            yield
+        finally:
+            for place, before in held:
+                place.update(before)  # a module may have put another tensor there
+            with torch.no_grad():
+                for b, old in buffers:
+                    b.copy_(old)
+            for p, old_grad in gradients:
+                p.grad = old_grad
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
+
+
+@contextmanager
+def extra_pass_of_run(run: Any) -> Iterator[None]:
+    """Inside, nothing is counted; restores also marks for casts of weights, and amaxes of delayed operands."""
     marks = [(p, p.__dict__.get(CASTED_TO)) for p in run.model.parameters()]
     pending = None if run.amaxes is None else run.amaxes.pending.clone()
-    try:
-        yield
-    finally:
-        for p, mark in marks:
-            p.__dict__.pop(CASTED_TO, None)
-            if mark is not None:
-                p.__dict__[CASTED_TO] = mark
-        if run.amaxes is not None and pending is not None:
-            run.amaxes.pending.copy_(pending)
+    with pause_counting(), extra_pass(run.model):
+        try:
+            yield
+        finally:
+            for p, mark in marks:
+                p.__dict__.pop(CASTED_TO, None)
+                if mark is not None:
+                    p.__dict__[CASTED_TO] = mark
+            if pending is not None:
+                run.amaxes.pending.copy_(pending)
 
 
-@contextmanager
-def _python_random() -> Iterator[None]:
-    """Restores the random states of Python and numpy, which some models draw from."""
-    ours, numpys = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(ours)
-        np.random.set_state(numpys)
+class RunningModules:
+    """Which module's forward pass runs; in a backward pass, the module whose operation is differentiated."""
+
+    def __init__(self) -> None:
+        self.names = [""]  # innermost last
+        self._by_node: dict[int, str] = {}  # the number of the autograd node that differentiates an operation
+
+    def follow(self, model: nn.Module, names: Container[str] | None = None) -> ExitStack:
+        """Follows all modules, or those of these names, until the stack is closed."""
+
+        def leave(*_: Any) -> None:
+            self.names.pop()
+
+        stack = ExitStack()
+        for name, module in model.named_modules():
+            if names is None or name in names:
+                enter = module.register_forward_pre_hook(lambda *_, name=name: self.names.append(name))
+                stack.callback(enter.remove)
+                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        return stack
+
+    def here(self) -> str:
+        """Returns the module that the next operation belongs to; to be called for each."""
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            return self._by_node.get(node._sequence_nr(), "")
+        newest = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+        # The first operation counts: others without a node of their own may follow.
+        self._by_node.setdefault(newest, self.names[-1])
+        return self.names[-1]

@@ -1,7 +1,7 @@
 """Which modules of a model are watched: those with a matmul, norms, embeddings, and other leaves with weights."""
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -10,12 +10,14 @@ from halfstep.core.formats import FP32
 from halfstep.core.observed import LayerInfo
 from halfstep.core.precision import Precision
 from halfstep.core.roles import Operand, is_narrow, print_value
-from halfstep.torch.layers import Layer, Matmul
+from halfstep.torch.instruments.replay import casts_of
+from halfstep.torch.layers import Matmul
 from halfstep.torch.numerics.dtypes import DTYPES
+from halfstep.torch.numerics.split.operand import is_split
 
 _TORCH = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 _MATMULS = (Matmul, *_TORCH)
-_BY_DTYPE = {dtype: str(fmt) for fmt, dtype in DTYPES.items()}
+_FORMATS = {dtype: fmt for fmt, dtype in DTYPES.items()}
 
 
 def watched_layers(model: nn.Module) -> dict[str, tuple[nn.Module, LayerInfo]]:
@@ -57,25 +59,21 @@ def _kind(module: nn.Module) -> str:
 def _describe(name: str, module: nn.Module) -> LayerInfo:
     precision = _precision(module)
     weight = next((p for p in module.parameters() if p.dim() > 1), next(module.parameters(), None))
-    split = weight is not None and hasattr(weight, "halfstep_remainder")
-    held = str(FP32) if weight is None or split else _BY_DTYPE.get(weight.dtype, str(FP32))
+    held = FP32 if weight is None or is_split(weight) else _FORMATS.get(weight.dtype, FP32)
     formats = {
         "activation": _operand(precision.operand, str(precision.compute)),
         "gradient": _operand(precision.grad_operand, str(precision.grad)),
-        "weight": held,
+        "weight": str(held),
     }
     return LayerInfo(name, _kind(module), formats)
 
 
 def _precision(module: nn.Module) -> Precision:
-    around = module if isinstance(module, Layer) else getattr(module, "halfstep", None)
-    casts: Any = getattr(around, "casts", None)
-    precision = getattr(casts, "precision", None)
-    if precision is not None:
-        return cast(Precision, precision)
+    casts = casts_of(module)
+    if casts is not None:
+        return cast(Precision, casts.precision)
     held = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-    formats = {dtype: fmt for fmt, dtype in DTYPES.items()}
-    return Precision.in_format(formats.get(held, FP32))
+    return Precision.in_format(_FORMATS.get(held, FP32))
 
 
 def _operand(operand: Operand, otherwise: str) -> str:

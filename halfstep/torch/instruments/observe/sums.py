@@ -6,7 +6,7 @@ spaced); a scale per tensor follows the amax of the whole tensor. Samples of one
 together, in some two hundred small kernels, and the results are copied to the host once.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,24 +47,22 @@ def part_of(x: Tensor, format: str, elements: int = ELEMENTS) -> Part:
 
 
 @torch.no_grad()
-def observations(parts: Mapping[Any, Part]) -> dict[Any, Observation]:
+def observations(parts: Sequence[Part]) -> list[Observation]:
     """Returns the statistics of each sample; waits for the device, once."""
-    groups: dict[Any, list[Any]] = {}
-    for key, each in parts.items():
-        groups.setdefault((each.values.shape, each.values.device), []).append(key)
-    chunks = [chunk for keys in groups.values() for chunk in _chunks(keys, parts)]
-    specs = [*dict.fromkeys([*SPECS, *(each.format for each in parts.values() if each.format != str(FP32))])]
-    sums = [_sums([parts[key] for key in keys], specs) for keys in chunks]
-    if not sums:
-        return {}
-    rows = torch.cat([each.to(sums[0].device) for each in sums]).cpu().tolist()
-    keys = [key for chunk in chunks for key in chunk]
-    return {key: _observation(parts[key], row, specs) for key, row in zip(keys, rows, strict=True)}
+    groups: dict[Any, list[int]] = {}
+    for i, each in enumerate(parts):
+        groups.setdefault((each.values.shape, each.values.device), []).append(i)
+    chunks = [chunk for alike in groups.values() for chunk in _chunks(alike, parts[alike[0]].values.numel())]
+    specs = [*dict.fromkeys([*SPECS, *(each.format for each in parts if each.format != str(FP32))])]
+    sums = [_sums([parts[i] for i in chunk], specs) for chunk in chunks]
+    rows = torch.cat([each.to(sums[0].device) for each in sums]).cpu().tolist() if sums else []
+    by_part = dict(zip([i for chunk in chunks for i in chunk], rows, strict=True))
+    return [_observation(part, by_part[i], specs) for i, part in enumerate(parts)]
 
 
-def _chunks(keys: Sequence[Any], parts: Mapping[Any, Part]) -> Iterator[Sequence[Any]]:
-    step = max(1, _AT_ONCE // max(1, parts[keys[0]].values.numel()))
-    return (keys[start : start + step] for start in range(0, len(keys), step))
+def _chunks(indices: Sequence[int], elements: int) -> Iterator[Sequence[int]]:
+    step = max(1, _AT_ONCE // max(1, elements))
+    return (indices[start : start + step] for start in range(0, len(indices), step))
 
 
 def _sums(parts: Sequence[Part], specs: Sequence[str]) -> Tensor:
