@@ -36,10 +36,8 @@ from halfstep.torch.numerics.dtypes import describe
 from halfstep.torch.numerics.split.parameter import copying_run
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.parallel.ranks import exclude_from_ddp
-from halfstep.torch.update.change import CarriedState, check_changed
-from halfstep.torch.update.checks import measured_choice
 from halfstep.torch.update.from_amp import State, take_over
-from halfstep.torch.update.prepare import prepare_as
+from halfstep.torch.update.prepare import CarriedState, check_changed, measured_choice, prepare_as
 from halfstep.torch.update.step import AVERAGES, WHOLE, Engine, LossFn, Optimizers, StepResult
 from halfstep.torch.update.summary import summarize
 from halfstep.torch.update.switches import check_fp32

@@ -34,7 +34,7 @@ from halfstep.torch.instruments.replay import precisions_of, replay, switch_form
 from halfstep.torch.layers import Matmul
 from halfstep.torch.measure import LayerWork, devices, time_layer
 from halfstep.torch.numerics.dtypes import as_device, describe
-from halfstep.torch.update.checks import device_of
+from halfstep.torch.update.parts import device_of
 from halfstep.torch.update.prepare import prepare_as
 from halfstep.torch.update.step import Engine
 

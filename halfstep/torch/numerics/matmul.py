@@ -112,12 +112,10 @@ class RoundedLinear(torch.autograd.Function):
         ctx.casts, p = casts, casts.precision
         w, b = cast_parameter(values, casts), bias if bias is None else cast_parameter(bias, casts)
         save_operands(ctx, (x, w), (owner, bias_owner))
-        if casts.emulate:
-            y = _emulated_matmul(rows_of(x), w.t(), p.operand.format, p.operand.format, p.compute)
-            y = y if b is None else carried(y + b, p.compute)
-        else:
-            y = matmul(_cast(rows_of(x), casts.operand), _cast(w.t(), casts.operand), casts.compute)
-            y = y if b is None else y + b
+        left, right = (_round(t, p.operand.format, casts.operand, casts) for t in (rows_of(x), w.t()))
+        y = _round_sum(left, right, p.compute, casts.compute, casts)
+        if b is not None:
+            y = carried(y + b, p.compute) if casts.emulate else y + b
         return y.view(*x.shape[:-1], values.shape[0]).detach()
 
     @staticmethod
@@ -126,19 +124,31 @@ class RoundedLinear(torch.autograd.Function):
         if recording():
             return _recorded_linear(ctx, g)
         casts, (needs_input, _, needs_weight, _, needs_bias, _) = ctx.casts, ctx.needs_input_grad
-        if casts.emulate:
-            return _emulated_gradients(ctx, g)
-        x, w = ctx.saved_tensors[:2]
+        p, (x, w, *_) = casts.precision, ctx.saved_tensors
         grad_input = grad_weight = grad_bias = None
-        rows = rows_of(g)
-        operand = _cast(rows, casts.grad_operand)
+        rows = carried(rows_of(g), p.grad) if casts.emulate else rows_of(g)
+        operand = _round(rows, p.grad_operand.format, casts.grad_operand, casts)
         if needs_input:
-            grad_input = matmul(operand, _cast(w, casts.operand), casts.grad).view(x.shape)
+            other = _round(w, p.operand.format, casts.operand, casts)
+            grad_input = _round_sum(operand, other, p.grad, casts.grad, casts).view(x.shape)
         if needs_weight:
-            grad_weight = matmul(operand.t(), _cast(rows_of(x), casts.operand), casts.grad_weight)
+            other = _round(rows_of(x), p.operand.format, casts.operand, casts)
+            grad_weight = _round_sum(operand.t(), other, p.grad_weight, casts.grad_weight, casts)
         if needs_bias:
-            grad_bias = _cast(rows.sum(0, dtype=torch.float32), casts.grad_weight)
+            grad_bias = _round(rows.sum(0, dtype=torch.float32), p.grad_weight, casts.grad_weight, casts)
         return grad_input, None, grad_weight, None, grad_bias, None
+
+
+def _round(x: Tensor, fmt: Format, dtype: torch.dtype, casts: Casts) -> Tensor:
+    """Rounds to a format, natively by its dtype; a cast that changes nothing still costs a call into torch."""
+    x = x if x.dtype is dtype else x.to(dtype)
+    return carried(x, fmt) if casts.emulate else x
+
+
+def _round_sum(a: Tensor, b: Tensor, fmt: Format, dtype: torch.dtype, casts: Casts) -> Tensor:
+    """Returns a b, summed in fp32 and rounded to a format."""
+    y = matmul(a, b, dtype)
+    return carried(y, fmt) if casts.emulate else y
 
 
 def tensor_core_padding(outputs: int, x: Tensor) -> int:
@@ -179,26 +189,6 @@ def gelu_in_graph(*given: Any) -> Tensor:
 # `backward` directly: torch's own `apply` would look for it in every backward pass.
 eager_linear = super(torch.autograd.Function, Linear).apply
 Linear._backward_cls.apply = Linear.backward  # type: ignore[attr-defined]
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Casts a tensor; a cast that changes nothing would still cost a call into torch."""
-    return tensor if tensor.dtype is dtype else tensor.to(dtype)
-
-
-def _emulated_gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    x, w = ctx.saved_tensors[:2]
-    p, needs = ctx.casts.precision, ctx.needs_input_grad
-    grad_input = grad_weight = grad_bias = None
-    g = carried(rows_of(g), p.grad)
-    if needs[0]:
-        grad_input = _emulated_matmul(g, w, p.grad_operand.format, p.operand.format, p.grad).reshape(x.shape)
-    if needs[2]:
-        formats = (p.grad_operand.format, p.operand.format, p.grad_weight)
-        grad_weight = _emulated_matmul(g.t(), rows_of(x), *formats)
-    if needs[4]:
-        grad_bias = carried(g.sum(0, dtype=torch.float32), p.grad_weight)
-    return grad_input, None, grad_weight, None, grad_bias, None
 
 
 def save_operands(ctx: Any, tensors: Sequence[Tensor], owners: Sequence[Tensor | None]) -> None:
@@ -316,8 +306,7 @@ def rows_of(x: Tensor) -> Tensor:
 
 def cast_parameter(parameter: Tensor, casts: Casts) -> Tensor:
     """Casts a parameter to the compute format."""
-    p = _cast(parameter, casts.compute)
-    return carried(p, casts.precision.compute) if casts.emulate else p
+    return _round(parameter, casts.precision.compute, casts.compute, casts)
 
 
 def matmul(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
@@ -329,10 +318,6 @@ def matmul(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
     # CPUs have no matmul with a wider result. Widened operands make the same exact products and an fp32 sum.
     y = a.float() @ b.float()
     return y if out is torch.float32 else y.to(out)
-
-
-def _emulated_matmul(a: Tensor, b: Tensor, a_format: Format, b_format: Format, out: Format) -> Tensor:
-    return carried(carried(a, a_format) @ carried(b, b_format), out)
 
 
 # --- the same in steps that torch can transform

@@ -24,9 +24,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.core.errors import AutocastError, OptimizerParametersError, UnsupportedOptimizerError
+from halfstep.config.model import owner
+from halfstep.core.errors import (
+    AutocastError,
+    OptimizerParametersError,
+    PolicyConflictError,
+    UnsupportedOptimizerError,
+)
 from halfstep.core.formats import FP32, Format
+from halfstep.core.roles import Param
 from halfstep.torch.convert.known_packages import refuse_wrapped_optimizer
+from halfstep.torch.convert.resolve import ModelPolicy
 from halfstep.torch.kernels import reachable
 from halfstep.torch.numerics.dtypes import dtype_of
 from halfstep.torch.numerics.split.operand import values_of
@@ -114,15 +122,13 @@ class HalfstepDriver(Driver):
 
 
 class StockDriver(Driver):
-    """What drivers of optimizers that know nothing of halfstep share."""
+    """Steps an optimizer that knows nothing of halfstep; each kind has its own way to skip a step."""
 
     _held_back: Sequence[tuple[Tensor, Tensor]] = ()
 
-    def hold_back(self) -> None:
-        """Makes the user's own step do nothing: a parameter without a gradient does not move."""
-        self._held_back = [(p, p.grad) for p in self.parameters if p.grad is not None]
-        for p, _ in self._held_back:
-            p.grad = None
+    @abstractmethod
+    def start(self, parameters: Sequence[Tensor], found_inf: Tensor) -> bool:
+        """Makes the step of parameters one that `end` completes; True if it must not be made at all."""
 
     def end(self) -> None:
         """Shows gradients again that were held back."""
@@ -130,23 +136,30 @@ class StockDriver(Driver):
             p.grad = grad
         self._held_back = ()
 
-    def current_grads(self) -> Grads:
-        """Returns the gradients in `p.grad`."""
-        return Grads({id(p): p.grad for p in self.parameters if p.grad is not None})
-
-    def run_step(self, grads: Grads, scale: Tensor, count: Tensor) -> None:
-        """Runs the optimizer's own step on fp32 masters, gradients and moments."""
+    def step(self, grads: Grads, scale: Tensor, found_inf: Tensor, count: Tensor) -> None:
+        """Updates fp32 masters by the optimizer's own step, with fp32 gradients and moments."""
         parameters = [p for p in self.parameters if id(p) in grads]
-        if not parameters:
+        if not parameters or self.start(parameters, found_inf):
             return
-        values = [grads[id(p)] for p in parameters]
-        torch._foreach_mul_(numbers_of(values), scale)
+        try:
+            self._step_masters(parameters, [grads[id(p)] for p in parameters], scale, count)
+        finally:
+            self.end()
+
+    def begin(self, found_inf: Tensor) -> dict[str, Any]:
+        """Starts the step; one that must not be made finds no gradient, without which no parameter moves."""
+        given = [(p, p.grad) for p in self.parameters if p.grad is not None]
+        if self.start([p for p, _ in given], found_inf):
+            self._held_back = given
+            for p, _ in given:
+                p.grad = None
+        return {}
+
+    def _step_masters(self, parameters: list[Tensor], grads: list[Tensor], scale: Tensor, count: Tensor) -> None:
+        torch._foreach_mul_(numbers_of(grads), scale)
         with self.masters.open(self.parameters, count):
-            given = [
-                (p, g)
-                for p, g in zip(parameters, values, strict=True)
-                if p.grad is not g or g.dtype is not p.dtype
-            ]
+            pairs = zip(parameters, grads, strict=True)
+            given = [(p, g) for p, g in pairs if p.grad is not g or g.dtype is not p.dtype]
             for p, g in given:
                 p.grad = g.to(p.dtype)
             if self._narrow_moments:
@@ -170,23 +183,12 @@ class FusedDriver(StockDriver):
             return "no sync except in the first step: its kernel would start from uninitialized momentum"
         return "no sync"
 
-    def step(self, grads: Grads, scale: Tensor, found_inf: Tensor, count: Tensor) -> None:
-        """Updates unless `found_inf` is 1."""
-        if self._lacks_momentum(grads) and bool(found_inf):
-            return
+    def start(self, parameters: Sequence[Tensor], found_inf: Tensor) -> bool:
+        """Sets the flag, unless it must be read."""
+        if self._lacks_momentum(parameters) and bool(found_inf):
+            return True
         self.optimizer.found_inf, self.optimizer.grad_scale = found_inf, None  # type: ignore[attr-defined]
-        try:
-            self.run_step(grads, scale, count)
-        finally:
-            del self.optimizer.found_inf, self.optimizer.grad_scale  # type: ignore[attr-defined]
-
-    def begin(self, found_inf: Tensor) -> dict[str, Any]:
-        """Sets the flag."""
-        if self._lacks_momentum(self.current_grads()) and bool(found_inf):
-            self.hold_back()
-        else:
-            self.optimizer.found_inf, self.optimizer.grad_scale = found_inf, None  # type: ignore[attr-defined]
-        return {}
+        return False
 
     def end(self) -> None:
         """Removes the flag."""
@@ -194,13 +196,14 @@ class FusedDriver(StockDriver):
         for name in ("found_inf", "grad_scale"):
             vars(self.optimizer).pop(name, None)
 
-    def _lacks_momentum(self, grads: Grads) -> bool:
+    def _lacks_momentum(self, parameters: Sequence[Tensor]) -> bool:
         """Fused SGD allocates its momentum and leaves the first write to the kernel, which may skip it."""
+        ids = set(map(id, parameters))
         return "dampening" in self.optimizer.defaults and any(
             group["momentum"] and self.optimizer.state.get(p, {}).get("momentum_buffer") is None
             for group in self.optimizer.param_groups
             for p in group["params"]
-            if id(p) in grads
+            if id(p) in ids
         )
 
 
@@ -214,71 +217,40 @@ class SyncDriver(StockDriver):
         better = f"; {' or '.join(f'{way}=True' for way in offered)} would need none" if offered else ""
         return f"one sync per step, because it cannot skip a step on the device{better}"
 
-    def step(self, grads: Grads, scale: Tensor, found_inf: Tensor, count: Tensor) -> None:
-        """Updates unless `found_inf` is 1, which is read."""
-        if not bool(found_inf):
-            self.run_step(grads, scale, count)
-
-    def begin(self, found_inf: Tensor) -> dict[str, Any]:
-        """Holds gradients back if the flag, which is read, is 1."""
-        if bool(found_inf):
-            self.hold_back()
-        return {}
+    def start(self, parameters: Sequence[Tensor], found_inf: Tensor) -> bool:
+        """Reads the flag."""
+        return bool(found_inf)
 
 
 class RollbackDriver(StockDriver):
     """Steps a capturable optimizer, and undoes the step on the device if it must be skipped."""
 
     cost = "no sync after the first step; a step that must be skipped is made and undone: a copy of its state"
-    _before: tuple[list[Tensor], dict[Any, Tensor], Tensor] | None = None  # what a step may change, and its flag
+    _before: tuple[Sequence[Tensor], dict[Any, Tensor], Tensor] | None = None  # what may change, and the flag
 
-    def step(self, grads: Grads, scale: Tensor, found_inf: Tensor, count: Tensor) -> None:
-        """Updates, and restores everything if `found_inf` is 1."""
-        params = [p for p in self.parameters if id(p) in grads]
-        if self._lacks_state(params):
-            if not bool(found_inf):
-                self.run_step(grads, scale, count)
-            return
-        self._remember(params, found_inf)
-        self.run_step(grads, scale, count)
-        self._undo()
-
-    def begin(self, found_inf: Tensor) -> dict[str, Any]:
-        """Remembers everything that the step may change."""
-        grads = self.current_grads()
-        params = [p for p in self.parameters if id(p) in grads]
-        if not self._lacks_state(params):
-            self._remember(params, found_inf)
-        elif bool(found_inf):
-            self.hold_back()
-        return {}
+    def start(self, parameters: Sequence[Tensor], found_inf: Tensor) -> bool:
+        """Remembers everything that the step may change; the first step makes the state, and cannot unmake it."""
+        if any(not self.optimizer.state.get(p) for p in parameters):
+            return bool(found_inf)
+        self._before = parameters, {key: tensor.clone() for key, tensor in self._live(parameters)}, found_inf
+        return False
 
     @torch.no_grad()
     def end(self) -> None:
         """Undoes the step if it must be skipped."""
         super().end()
-        if self._before is not None:
-            self._undo()
-
-    def _lacks_state(self, params: list[Tensor]) -> bool:
-        """The first step makes the state, and cannot unmake it."""
-        return any(not self.optimizer.state.get(p) for p in params)
-
-    def _remember(self, params: list[Tensor], found_inf: Tensor) -> None:
-        self._before = params, {key: tensor.clone() for key, tensor in self._live(params)}, found_inf
-
-    def _undo(self) -> None:
-        assert self._before is not None
-        (params, before, found_inf), self._before = self._before, None
-        for key, now in self._live(params):
+        if self._before is None:
+            return
+        (parameters, before, found_inf), self._before = self._before, None
+        for key, now in self._live(parameters):
             now.copy_(torch.where(found_inf > 0, before[key], now))
-        self.masters.note_writes(params)
+        self.masters.note_writes(parameters)
 
-    def _live(self, params: list[Tensor]) -> Iterator[tuple[Any, Tensor]]:
-        for p in params:
+    def _live(self, parameters: Sequence[Tensor]) -> Iterator[tuple[Any, Tensor]]:
+        for p in parameters:
             yield p, values_of(p)
             if self.masters.is_split(p):
-                yield (p, "remainder"), self.masters.remainders[self.masters.names[p]]
+                yield (p, "remainder"), self.masters.remainder(p)
             yield from (((p, key), v) for key, v in self.optimizer.state[p].items() if isinstance(v, Tensor))
 
 
@@ -377,6 +349,25 @@ def check_optimizers(given: Any, model: nn.Module, *, narrow: bool) -> list[torc
             f"the parameters are on {len(devices)} devices: {', '.join(devices)}",
             hint="a run uses one device; move the model to it before preparing it",
         )
+    return optimizers
+
+
+def check_given(given: Any, model: nn.Module, resolved: ModelPolicy) -> list[torch.optim.Optimizer]:
+    """Returns a list of optimizers that can train a model under a policy; changes nothing."""
+    policy = resolved.policy
+    params = [value for rule in policy.rules for _, value in rule.changes if isinstance(value, Param)]
+    narrow = any(param.split or param.format != FP32 for param in (policy.param, *params))
+    optimizers = check_optimizers(given, model, narrow=narrow)
+    values, named = resolved.values, model.named_parameters()
+    wanted: Mapping[Tensor, Any] = {p: values[owner(n)].values["moments"] for n, p in named if owner(n) in values}
+    for optimizer in (o for o in optimizers if isinstance(o, Optimizer)):
+        for p, fmt in optimizer.given.items():
+            if fmt != wanted.get(p, fmt):
+                raise PolicyConflictError(
+                    f"{type(optimizer).__name__} was given moments={fmt} for `{optimizer.names[p]}`, and the "
+                    f"policy says moments={wanted[p]}",
+                    hint=f"set it in the policy, `bf16-mixed,moments={fmt}`, or omit it from the optimizer",
+                )
     return optimizers
 
 

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from halfstep.torch.convert.resolve import check_supported, resolve
 from halfstep.torch.numerics.dtypes import describe, dtype_of
 from halfstep.torch.numerics.shards import is_shard
 from halfstep.torch.numerics.split.operand import values_of
-from halfstep.torch.optim.adamw import Grads, Optimizer
+from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import Driver, GradNorm, StockDriver, check_optimizers, driver_of, held_by
 from halfstep.torch.optim.ema import Averages
 from halfstep.torch.optim.masters import PREPARE_AGAIN, Masters
@@ -36,7 +36,6 @@ from halfstep.torch.parallel.sizes import Sent, gradient_traffic, shard_traffic
 from halfstep.torch.parallel.wire import averaging_hook
 from halfstep.torch.update.accumulation import Accumulation, check_device
 from halfstep.torch.update.buffers import Buffers, Contents
-from halfstep.torch.update.checks import device_of
 from halfstep.torch.update.gradients import UserGradients
 from halfstep.torch.update.readback import ScaleWatch
 from halfstep.torch.update.switches import Switches
@@ -44,25 +43,6 @@ from halfstep.torch.update.weight_casts import WeightCasts
 
 if TYPE_CHECKING:
     from halfstep.torch.parallel.gathered import Sharded
-
-
-class StepHooks(Protocol):
-    """What a run calls as it steps, for an instrument that watches it."""
-
-    def before_backward(self) -> None:
-        """Called before each backward pass of the run."""
-
-    def after_backward(self) -> None:
-        """Called after each backward pass of the run."""
-
-    def before_update(self, grads: Grads, factor: Tensor | float) -> None:
-        """Called with the summed gradients before an update; `factor` unscales them."""
-
-    def after_update(self, finite: Tensor) -> None:
-        """Called when optimizers have stepped; `finite` says whether the update was applied."""
-
-    def stop(self) -> None:
-        """Called when the run ends."""
 
 
 class RunParts:
@@ -98,7 +78,7 @@ class RunParts:
         self._reset_on(held[0].device if held else device_of(model))
         self.amaxes = conversion.amaxes
         self.last_coverage: Coverage | None = None  # what `coverage` found last
-        self.watching: StepHooks | None = None
+        self.watching: Any = None  # the monitor, which is called around each backward pass and each update
         self._norm = GradNorm()
         if optimizers:
             self.attach_optimizers(optimizers)
@@ -317,6 +297,11 @@ class RunParts:
                 compute = self.policy.compute.format
                 driver.optimizer.bind(self.masters, self.conversion.moments, compute, emulate=self.policy.emulate)
             driver.cast_moments()
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Returns the device of a model's first parameter."""
+    return next((p.device for p in model.parameters()), torch.get_default_device())
 
 
 def check_move(run: RunParts, device: torch.device) -> None:

@@ -30,12 +30,12 @@ from halfstep.torch.convert.apply import set_precision
 from halfstep.torch.convert.resolve import resolve
 from halfstep.torch.numerics.shards import local_parts
 from halfstep.torch.optim.adamw import Grads
+from halfstep.torch.optim.drivers import check_given
 from halfstep.torch.parallel.ranks import agree, largest, num_ranks
 from halfstep.torch.update.accumulation import checked_pair, checked_weight, divisor, mark_last, mean_loss, times
-from halfstep.torch.update.checks import check_given, device_of
 from halfstep.torch.update.graph import StepGraph
 from halfstep.torch.update.own_steps import OwnSteps
-from halfstep.torch.update.parts import RunParts
+from halfstep.torch.update.parts import RunParts, device_of
 
 # loss_fn(batch) -> the mean loss, or (the sum of losses, the number of tokens)
 Loss = Tensor | tuple[Tensor, Tensor | float]
