@@ -13,6 +13,7 @@ tensor here, so that checkpoints, optimizers and copies find no class of ours.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
+from halfstep.core.errors import LossError
 from halfstep.torch.layers import Layer
 from halfstep.torch.numerics.shards import ShardCast
 from halfstep.torch.parallel.wire import NarrowReduceScatter
@@ -103,6 +105,24 @@ class Sharded:
         """Tells FSDP before a backward pass whether ranks exchange gradients in it or keep them."""
         for module in self.modules:
             module.set_requires_gradient_sync(now, recurse=False)
+
+    @contextmanager
+    def without_strays(self) -> Iterator[None]:
+        """Inside, a loss function runs no backward pass of its own: FSDP would add its gradients to the sums."""
+        before = self._gradient_versions()
+        yield
+        if self._gradient_versions() != before:
+            raise LossError(
+                "the loss function ran a backward pass of its own, whose gradients FSDP adds to the update",
+                hint="for the gradient of an input: torch.autograd.grad(loss, x)",
+            )
+
+    def _gradient_versions(self) -> list[tuple[int, int]]:
+        sharded = [sharded for group, _ in self.groups() for sharded in group.fsdp_params]
+        grads = [s.sharded_param.grad for s in sharded]
+        grads += [s.unsharded_accumulated_grad for s in sharded]
+        grads += [s._unsharded_param.grad for s in sharded if hasattr(s, "_unsharded_param")]
+        return [(id(grad), grad._version) for grad in grads if grad is not None]
 
     @torch.no_grad()
     def make(self) -> None:

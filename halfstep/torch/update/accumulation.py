@@ -23,6 +23,7 @@ optimizers do.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -65,6 +66,7 @@ class Accumulation:
         self._new: list[Tensor] = []  # those of them that have a gradient
         self._listed_for: Sequence[Tensor] = ()
         self.summed: list[Tensor] = []  # of those parameters: the ones whose sums are kept here
+        self._summed_by_autograd: list[Tensor] = []
         self.clear()
 
     def clear(self) -> None:
@@ -134,6 +136,21 @@ class Accumulation:
             sums = [self.sums[id(p)] for p in self.summed if id(p) in self.sums and not is_shard(p)]
             average(sums, dtype_of(self.policy.reduce))
 
+    @contextmanager
+    def without_strays(self) -> Iterator[None]:
+        """Inside, a loss function may run backward passes of its own: what they leave in `p.grad` is dropped."""
+        if self._reference is None:  # before the first micro-batch `add` drops it
+            yield
+            return
+        sums = [p.grad for p in self._summed_by_autograd]
+        for p in self._summed_by_autograd:
+            p.grad = None
+        yield
+        for p in self.summed:
+            take_grad(p)
+        for p, total in zip(self._summed_by_autograd, sums, strict=True):
+            p.grad = total
+
     def _check_normalized(self, weight: Tensor | float | None, normalized: bool) -> None:
         if normalized and weight is not None:
             raise LossError(
@@ -176,7 +193,8 @@ class Accumulation:
         """Moves gradients that autograd would sum in another format to sums kept here."""
         if self._listed_for is not parameters:
             own = [p for p in parameters if p.dtype in FLOATS and (p.dtype != self.format or is_split(p))]
-            self._listed_for, self.summed = parameters, own
+            self._listed_for, self.summed, ours = parameters, own, {*map(id, own)}
+            self._summed_by_autograd = [p for p in parameters if id(p) not in ours]
         sums, added = list[Tensor](), list[Tensor]()
         for p in self.summed:
             grad = take_grad(p)

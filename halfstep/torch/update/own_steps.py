@@ -26,7 +26,9 @@ import torch
 from halfstep.core.errors import ArgumentError, AutocastError, GradientsError, RunStateError
 from halfstep.core.formats import FP32
 from halfstep.core.scaling import NoScale
+from halfstep.torch.numerics.shards import local_parts
 from halfstep.torch.optim.drivers import Driver, GradNorm, StockDriver, label
+from halfstep.torch.parallel.ranks import agree
 from halfstep.torch.update.parts import RunParts
 
 _HINT = (
@@ -85,7 +87,10 @@ class OwnSteps:
         grads = [p.grad for p in run.parameters if p.grad is not None]
         if not grads:
             return args, kwargs
-        finite = self._norm(grads) < math.inf
+        norm = self._norm(local_parts(grads) if run.num_copies else grads)
+        if run.num_copies:
+            norm = agree(norm, run.num_copies, 1.0, 0.0).norm
+        finite = norm < math.inf
         if driver is run.drivers[0]:
             run.num_applied += finite
         run.buffers.restore_unless(finite)

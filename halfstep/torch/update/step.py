@@ -114,7 +114,9 @@ class Engine(RunParts):
                     kept.append(batch)
                 if has_peers:
                     self.set_grad_sync(last)
-                given = loss_fn(batch)
+                sums = self.sharded or self.accumulation
+                with sums.without_strays():
+                    given = loss_fn(batch)
                 if last:
                     self.weight_casts.drop()  # before the backward pass, which frees them one by one
                 weight: Tensor | float | None = None

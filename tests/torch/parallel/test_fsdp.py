@@ -1,5 +1,6 @@
 """FSDP2: fp32 gradients on the wire, nothing gathered left behind, and casts once for an update."""
 
+import math
 import os
 from functools import partial
 from importlib.util import find_spec
@@ -12,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from halfstep.core.errors import LossError
 from halfstep.torch import prepare
 from halfstep.torch.convert.functions.mode import PolicyMode
 from halfstep.torch.numerics.shards import ShardCast
@@ -73,6 +75,44 @@ def with_unequal_rows():
 
 def test_ranks_with_unequal_numbers_of_tokens_make_the_mean_of_all(ranks):
     assert_same("fp32", with_unequal_rows(), ranks(with_unequal_rows, 2))
+
+
+def with_a_backward_pass_of_its_own(micro_batches):
+    run, model = jobs.begin(shape=())
+    loss = jobs.loss_of(model)
+
+    def adversarial(rows):
+        loss(rows).backward()
+        return loss(rows)
+
+    with pytest.raises(LossError, match="backward pass of its own"):
+        run.step(adversarial, jobs.batches(0, micro_batches))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_backward_pass_of_a_loss_function_is_refused(ranks, micro_batches):
+    ranks(with_a_backward_pass_of_its_own, 2, micro_batches)
+
+
+def stepped(by_hand, steps=2, bad=False):
+    """The weights after some steps; gradients of one rank may not be finite in the last."""
+    run, model = jobs.begin(optimizer="sgd", shape=(), clip_norm=0.0)
+    for step in range(steps):
+        if not by_hand:
+            run.step(jobs.loss_of(model), jobs.batches(step, 1))
+            continue
+        jobs.loss_of(model)(*jobs.batches(step, 1)).backward()
+        if bad and step == steps - 1 and jobs.rank_and_ranks()[0] == 0:
+            run.parameters[0].grad.to_local().fill_(math.inf)
+        run.optimizers[0].step()
+        run.optimizers[0].zero_grad()
+    return jobs.whole(model)
+
+
+def test_a_loop_that_steps_its_optimizer_makes_the_same_updates(ranks):
+    for given, expected in [((True, 2), (False, 2)), ((True, 2, True), (True, 1))]:
+        for got, wanted in zip(ranks(stepped, 2, *given), ranks(stepped, 2, *expected), strict=True):
+            assert all(torch.equal(got[name], weight) for name, weight in wanted.items())
 
 
 def in_other_ways(way):
