@@ -116,7 +116,7 @@ def _loss(history: History, marks: Mapping[int, str]) -> Chart | None:
     train, held_out = history.steps.column("loss"), history.held_out("loss")
     if not len(train.numbers) and not len(held_out.numbers):
         return None
-    lines = list(_noisy("training", train, history.steps.even("loss")))
+    lines = list(_noisy("training", train))
     caption = _describe("The training loss", train, plain)
     if len(held_out.numbers):
         lines.append(Line("held-out", "held-out", held_out))
@@ -152,15 +152,15 @@ def _single(
     unit: Literal["plain", "count", "size"],
     log: Literal["never", "always"] = "never",
 ) -> Chart | None:
-    series, even = history.steps.column(column), history.steps.even(column)
+    series = history.steps.column(column)
     if not len(series.numbers):
         return None
     written = _WRITTEN[unit]
     caption = _describe(title, series, written)
     if column == "tokens_per_second":
-        caption += f" Half of the steps ran above {written(float(np.median(even.numbers)))}."
+        caption += f" Half of the steps ran above {written(float(np.median(series.numbers)))}."
     noisy = column in ("tokens_per_second", "grad_norm")
-    lines = _noisy(label, series, even) if noisy else (Line(label, "main", series),)
+    lines = _noisy(label, series) if noisy else (Line(label, "main", series),)
     return Chart(identifier, title, unit, lines, caption, log)
 
 
@@ -202,8 +202,8 @@ def _session_rates(start: Mapping[str, Any]) -> dict[str, tuple[str, float]]:
     return {kind: rates[kind] for kind in sorted(rates, key=lambda kind: kind != "matrices in blocks")}
 
 
-def _noisy(label: str, series: Series, even: Series) -> tuple[Line, Line]:
-    return Line(label, "raw", series), Line("smooth", "smooth", smooth(even))
+def _noisy(label: str, series: Series) -> tuple[Line, Line]:
+    return Line(label, "raw", series), Line("smooth", "smooth", smooth(series))
 
 
 def _scale(history: History) -> Chart | None:
@@ -243,8 +243,7 @@ def _describe(subject: str, series: Series, written: Callable[[float], str]) -> 
             f"{high[0]:,}."
         )
     gaps = series.num_gaps
-    counted = plural(gaps, "value") if series.whole else f"At least {plural(gaps, 'value')}"
-    return f"{text} {counted} {_was(gaps)} not finite and left a gap." if gaps else text
+    return f"{text} {plural(gaps, 'value')} {_was(gaps)} not finite and left a gap." if gaps else text
 
 
 def _was(amount: int) -> str:

@@ -20,8 +20,7 @@ from halfstep.config.schema import build
 from halfstep.core.errors import RunFolderError
 from halfstep.report.layer_history import LayerHistory
 from halfstep.report.number_format import number
-from halfstep.report.series import Series
-from halfstep.report.step_history import StepHistory
+from halfstep.report.series import Series, StepHistory
 from halfstep.training.telemetry.events import SettingsChange
 
 Event = Mapping[str, Any]

@@ -83,15 +83,13 @@ class LayerHistory:
 
     layers: list[Layer] = field(default_factory=list)
     samples: list[Distribution] = field(default_factory=list)
+    columns: list[Column] = field(default_factory=list)  # in the order of steps
     newest: Event | None = None  # the last sample, whole
-    _columns: list[Column] = field(default_factory=list)
-    _fresh: list[tuple[int, int, Values]] = field(default_factory=list)  # steps, and numbers as they were recorded
     _rows: dict[str, int] = field(default_factory=dict)  # of a layer, by its name
     _order: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))  # of the lists in events
 
     def monitor(self, event: Event) -> None:
         """Takes the layers of a session, in the order in which its events list them."""
-        self._settle()
         order = []
         for one in event.get("layers") or ():
             name, formats = str(one.get("name")), one.get("formats")
@@ -108,28 +106,11 @@ class LayerHistory:
         """Takes a `layers` event."""
         last = int(event["step"])
         after = min(int(number(event.get("since") or 0)), last - 1)
-        self._fresh.append((after, last, _numbers(event, len(self._order))))
-        if len(self._fresh) >= KEPT // 2:
-            self._settle()
-
-    @property
-    def columns(self) -> list[Column]:
-        """All that is known, in the order of steps."""
-        self._settle()
-        return self._columns
-
-    def _settle(self) -> None:
-        """Makes columns of what came since the last time, many at once: each is small."""
-        fresh, self._fresh = self._fresh, []
-        if not fresh:
-            return
-        steps = [(after, last) for after, last, _ in fresh]
-        shown = _views(np.stack([numbers for _, _, numbers in fresh]))
-        values = np.full((len(fresh), len(VIEWS), len(self.layers)), np.nan, np.float32)
-        values[:, :, self._order] = shown
-        self._columns += [Column(*between, each) for between, each in zip(steps, values, strict=True)]
-        if len(self._columns) >= KEPT:
-            self._columns = coarse(self._columns, KEPT // 2)
+        values = np.full((len(VIEWS), len(self.layers)), np.nan, np.float32)
+        values[:, self._order] = _views(_numbers(event, len(self._order)))
+        self.columns.append(Column(after, last, values))
+        if len(self.columns) >= KEPT:
+            self.columns = coarse(self.columns, KEPT // 2)
 
     def sample(self, event: Event) -> None:
         """Takes a `sample` event."""
@@ -148,7 +129,7 @@ class LayerHistory:
 
     def drop_from(self, step: int) -> None:
         """Forgets what was recorded at a step and after it."""
-        self._columns = [column for column in self.columns if column.last < step]
+        self.columns = [column for column in self.columns if column.last < step]
         self.samples = [one for one in self.samples if one.last < step]
         if self.newest is not None and int(self.newest["step"]) >= step:
             self.newest = None
@@ -171,8 +152,8 @@ def coarse(parts: Sequence[Part], most: int) -> list[Part]:
 
 
 def _views(numbers: Values) -> Values:
-    """Returns `VIEWS` of numbers, which have a dimension of `RECORDED` in the middle."""
-    at = {name: numbers[:, place] for place, name in enumerate(RECORDED)}
+    """Returns `VIEWS` of numbers, which are in the order of `RECORDED`."""
+    at = dict(zip(RECORDED, numbers, strict=True))
     shown = []
     with np.errstate(divide="ignore", invalid="ignore"):
         for role in ("activation", "gradient"):
@@ -180,7 +161,7 @@ def _views(numbers: Values) -> Values:
             shown += [np.where(np.isnan(seen), np.nan, at[role, "amax"])]
             shown += [at[role, name] / seen for name in ("overflow", "underflow")]
         shown += [at["weight", "lost"], at["weight", "update_norm"] / at["weight", "norm"]]
-    return np.stack(shown, axis=1)
+    return np.stack(shown)
 
 
 def _numbers(event: Event, length: int) -> Values:

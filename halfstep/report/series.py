@@ -1,19 +1,25 @@
-"""What a chart shows of a long run: at most LIMIT points that keep every spike, and a smooth line.
+"""The numbers of a run over its steps, and what a chart shows of them.
 
-Of each bucket of neighbors the smallest and the largest value stay, in their order, and a gap if it holds a value
-that is not finite: a spike of one step is just as tall in the chart of a million steps. The smooth line is the
-mean over a window centered on each step, narrowed at both ends; an exponential average would lag behind a falling
-loss.
+A chart has at most LIMIT points that keep every spike, and a smooth line. Of each bucket of neighbors the smallest
+and the largest value stay, in their order, and a gap if it holds a value that is not finite: a spike of one step
+is just as tall in the chart of a million steps. The smooth line is the mean over a window centered on each step,
+narrowed at both ends; an exponential average would lag behind a falling loss.
 """
 
 import math
-from collections.abc import Sequence
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from halfstep.report.number_format import number
+
+NAMES = ("loss", "tokens_per_second", "grad_norm", "learning_rate", "scale", "memory", "skipped")
 LIMIT = 2000
 # A smooth line has no spikes to keep.
 SMOOTH_LIMIT = 500
@@ -29,7 +35,6 @@ class Series:
 
     steps: Sequence[int] | NDArray[np.int64]
     values: Sequence[float] | NDArray[np.float64]
-    whole: bool = True  # False if it is a selection, with every extreme, of a longer series
 
     @property
     def numbers(self) -> NDArray[np.float64]:
@@ -41,6 +46,53 @@ class Series:
     def num_gaps(self) -> int:
         """How many values are not finite."""
         return len(self.values) - len(self.numbers)
+
+
+@final
+class StepHistory:
+    """The steps that count, in their order: eight numbers each, so a million of them take 64 MB."""
+
+    def __init__(self) -> None:
+        self._steps, self._columns = array("q"), {name: array("d") for name in NAMES}
+        self._last: Any = None  # the last event, unless it was dropped
+
+    def add(self, step: int, event: Any) -> None:
+        """Adds a step, which must come after those that are here."""
+        self._steps.append(step)
+        for name, column in self._columns.items():
+            value = event.get(name)
+            # Most are plain numbers, and there may be millions: `number` is for the others.
+            column.append(value if type(value) is float else number(value))
+        self._last = event
+
+    def drop_from(self, step: int) -> None:
+        """Forgets a step and all after it."""
+        kept = bisect_left(self._steps, step)
+        if kept < len(self._steps):
+            self._last = None
+            del self._steps[kept:]
+            for column in self._columns.values():
+                del column[kept:]
+
+    def column(self, name: str) -> Series:
+        """Returns one number over steps."""
+        return Series(np.array(self._steps), np.array(self._columns[name]))
+
+    def latest(self, name: str) -> float | None:
+        """Returns a number of the last step that has it; NaN if it was not a number."""
+        recorded = None if self._last is None else self._last.get(name)
+        if recorded is not None:
+            return number(recorded)
+        known = self.column(name).numbers
+        return float(known[-1]) if len(known) else None
+
+    @property
+    def last(self) -> int:
+        """The last step, or 0."""
+        return self._steps[-1] if self._steps else 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._steps)
 
 
 def downsample(series: Series, limit: int = LIMIT) -> Series:
@@ -70,7 +122,7 @@ def smooth(series: Series) -> Series:
     reach = np.minimum(max(2, round(total * WINDOW / 2)), np.minimum(place, total - 1 - place))
     first, last = place - reach, place + reach + 1
     mean = (sums[last] - sums[first]) / np.maximum(counts[last] - counts[first], 1)
-    return Series(series.steps, np.where(finite, mean, math.nan), series.whole)
+    return Series(series.steps, np.where(finite, mean, math.nan))
 
 
 def as_data(series: Series, limit: int = LIMIT) -> dict[str, list[int] | list[float | None]]:

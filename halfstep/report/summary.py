@@ -91,7 +91,7 @@ def tiles(history: History) -> list[tuple[str, str, str]]:
     bits, bigram = _last_score(history, "bits_per_byte"), number(nested(history.start, "data", "bigram_bits"))
     ended = (history.end or {}).get("loss")
     loss = history.steps.latest("loss") if ended is None else number(ended)
-    speeds, memory = history.steps.even("tokens_per_second").numbers, history.steps.column("memory").numbers
+    speeds, memory = (history.steps.column(name).numbers for name in ("tokens_per_second", "memory"))
     tokens = number(history.start.get("tokens_per_step")) * history.steps.last
     used, of = utilization(history) or (None, "")
     evaluated = max(history.validations, default=0)
