@@ -35,9 +35,7 @@ DEFAULT_RECIPE = "tiny"
 
 def recipe_names() -> list[str]:
     """Returns the recipes that come with halfstep, the default first."""
-    folder = resources.files("halfstep.config") / "recipes"
-    names = sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
-    return sorted(names, key=lambda name: name != DEFAULT_RECIPE)
+    return sorted(packaged_names("recipes"), key=lambda name: name != DEFAULT_RECIPE)
 
 
 def load(recipe: str = DEFAULT_RECIPE, overrides: Sequence[str] = ()) -> RunConfig:
@@ -112,14 +110,24 @@ def read_recipe(recipe: str) -> dict[str, Any]:
     """Returns the table of a recipe, given its name or the path of a TOML file."""
     if recipe.endswith(".toml"):
         return parse_toml(read_text(recipe), recipe)
-    if recipe not in recipe_names():
-        known = recipe_names()
+    if recipe not in (known := recipe_names()):
         raise UnknownRecipeError(
             f"unknown recipe `{recipe}`; recipes are {', '.join(known)}",
             hint=did_you_mean(recipe, known, otherwise="the name of a file must end in .toml"),
         )
-    text = (resources.files("halfstep.config") / "recipes" / f"{recipe}.toml").read_text(encoding="utf-8")
-    return parse_toml(text, f"{recipe}.toml")
+    return read_packaged("recipes", recipe)
+
+
+def packaged_names(folder: str) -> list[str]:
+    """Returns the names of the TOML files that come with halfstep in a folder: `recipes` or `machines`."""
+    entries = (resources.files("halfstep.config") / folder).iterdir()
+    return sorted(entry.name.removesuffix(".toml") for entry in entries if entry.name.endswith(".toml"))
+
+
+def read_packaged(folder: str, name: str) -> dict[str, Any]:
+    """Returns the table of one of them."""
+    file = resources.files("halfstep.config") / folder / f"{name}.toml"
+    return parse_toml(file.read_text(encoding="utf-8"), file.name)
 
 
 def read_policy(given: str) -> str:

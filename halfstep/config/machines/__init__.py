@@ -4,12 +4,11 @@
 """
 
 import math
-from dataclasses import dataclass, replace
-from importlib import resources
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from halfstep.config import schema
-from halfstep.config.load import parse_toml, read_text
+from halfstep.config.load import packaged_names, parse_toml, read_packaged, read_text
 from halfstep.core.devices import Device, Kind
 from halfstep.core.errors import UnknownRecipeError, did_you_mean
 
@@ -101,25 +100,17 @@ class Machine:
 
 def machine_names() -> list[str]:
     """Returns the machine files that come with halfstep."""
-    folder = resources.files("halfstep.config") / "machines"
-    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    return packaged_names("machines")
 
 
 def load_machine(name: str) -> Machine:
     """Returns a machine, given its name or a file."""
     if name.endswith(".toml"):
-        return _build(parse_toml(read_text(name), name))
-    if name not in machine_names():
-        known = machine_names()
+        return schema.build(Machine, parse_toml(read_text(name), name))
+    if name not in (known := machine_names()):
         make = "on that machine `halfstep probe --save mine.toml` makes a file; then --gpu mine.toml"
         raise UnknownRecipeError(
             f"there is no machine file for `{name}`; there are {', '.join(known)}",
             hint=f"{meant} {make}" if (meant := did_you_mean(name, known)) else make,
         )
-    text = (resources.files("halfstep.config") / "machines" / f"{name}.toml").read_text(encoding="utf-8")
-    return _build(parse_toml(text, f"{name}.toml"))
-
-
-def _build(table: dict[str, Any]) -> Machine:
-    timed = [schema.build(Timed, each, "timed.") for each in table.pop("timed", [])]
-    return replace(schema.build(Machine, table), timed=tuple(timed))
+    return schema.build(Machine, read_packaged("machines", name))
