@@ -81,7 +81,7 @@ def compare(
         The file to write the page to; by default, compare.html in the folder for the runs.
     """
     from halfstep.tools.compare.judge import judge
-    from halfstep.tools.compare.sides import Training, names_existing_runs, runs_of
+    from halfstep.tools.compare.sides import Training, names_existing_runs, read_side
 
     if delta is not None and not 0 <= delta < math.inf:
         raise OptionError(f"--delta {delta} is not a gap", hint="name a loss of 0 or more, such as 0.01")
@@ -100,7 +100,7 @@ def compare(
                 f"{unused[0]} is about training, and A and B name what is already trained",
                 hint="leave it out, or name policies",
             )
-        result = judge((a, b), *runs_of((a, b), column), delta=delta)
+        result = judge((a, b), read_side(a, column), read_side(b, column), delta=delta)
     else:
         if column is not None:
             raise OptionError("--column is of loss logs, and A and B are policies", hint="leave it out")

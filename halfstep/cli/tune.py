@@ -86,14 +86,13 @@ def tune(
     from halfstep.report.tune import html
     from halfstep.tools.tune.reasons import policy_file, summary
     from halfstep.tools.tune.targets import base_of, target_of
-    from halfstep.tools.tune.tune import Settings, Tuner, check
+    from halfstep.tools.tune.tune import Settings, Tuner
     from halfstep.training.files import RunLock, make_folder, write_whole
 
     where = out or Path("tuned") / Path(target.replace(":", ".")).name.removesuffix(".toml")
     made = target_of(target, set_, where, device)
     text = " ".join([target, *(f"--set {each}" for each in set_), *([f"--device {device}"] if device else [])])
     settings = Settings(text, str(base_of(made, base)), compute, grad, budget, steps, seeds, most_seeds, policies)
-    check(settings)
     make_folder(where)
     lock = RunLock(where)  # two searches would write over what the other has trained
     with _Progress() as bar:

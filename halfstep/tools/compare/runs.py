@@ -11,14 +11,14 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from halfstep.config.load import to_toml
 from halfstep.config.run import RunConfig
-from halfstep.core.compare.gaps import CompareError
+from halfstep.core.compare.gaps import CompareError, CompareInputError
 from halfstep.core.errors import ScalingError
 from halfstep.tools import probe
 from halfstep.tools.compare.curves import Curve, read_run
@@ -112,7 +112,11 @@ def train_ways(
             curve = read_finished(place)
             if curve is None and way.ranks > 1:
                 curve = _train_ranks(config, way.ranks, place, device)
-            curves[way.name][seed] = curve or _train(config, place, corpora, device, (report, warn))
+            elif curve is None:
+                curve = _train(config, place, corpora, device, (report, warn))
+            if (curve.about.get("device") or {}).get("kind") == "cpu":
+                curve = dataclasses.replace(curve, memory=None)  # of the process, which has trained other runs too
+            curves[way.name][seed] = curve
             done += config.training.steps
     on_progress(total, total, "")
     return curves
@@ -151,13 +155,13 @@ def _train(config: RunConfig, out: Path, corpora: dict[str, Corpus], device: str
     try:
         outcome = loop.run()
     except (ScalingError, DivergedError):
-        return _without_memory(read_run(out))
+        return read_run(out)
     if not outcome.finished:
         raise StoppedError(
             f"stopped at step {outcome.step} of `{out}`",
             hint="the same command continues; nothing is trained twice",
         )
-    return _without_memory(read_run(out))
+    return read_run(out)
 
 
 def _train_ranks(config: RunConfig, ranks: int, out: Path, device: str | None) -> Curve:
@@ -179,22 +183,13 @@ def _train_ranks(config: RunConfig, ranks: int, out: Path, device: str | None) -
 
 def read_finished(out: Path) -> Curve | None:
     """Returns a run that has finished or diverged; None if there is something left to train."""
-    if not (out / EVENTS).exists() or not (folder.read_record(out).has_ended or _has_failed(out)):
+    if not (out / EVENTS).exists():
         return None
-    return _without_memory(read_run(out))
-
-
-def _has_failed(out: Path) -> bool:
-    from halfstep.tools.runs import state_of
-
-    return state_of(out).state == "stopped" and bool(read_run(out).problem)
-
-
-def _without_memory(curve: Curve) -> Curve:
-    """Drops the peak memory on a CPU: it is that of the process, which has trained other runs too."""
-    about: Mapping[str, Any] = curve.about
-    is_cpu = (about.get("device") or {}).get("kind") == "cpu"
-    return dataclasses.replace(curve, memory=None) if is_cpu else curve
+    try:
+        curve = read_run(out)
+    except CompareInputError:  # it has not made a step
+        return None
+    return curve if curve.finished or curve.problem else None
 
 
 class _Report(StepProgress):

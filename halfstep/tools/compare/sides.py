@@ -1,7 +1,6 @@
 """What A and B may be: runs that are there, logs, or policies to train."""
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,8 +100,3 @@ def check_alike(first: RunConfig, second: RunConfig) -> None:
                 "about each other",
                 hint="give such a setting to both, with --set",
             )
-
-
-def runs_of(given: tuple[str, str], column: str | None) -> tuple[Sequence[Curve], Sequence[Curve]]:
-    """Returns the runs of both sides, which are there."""
-    return read_side(given[0], column), read_side(given[1], column)

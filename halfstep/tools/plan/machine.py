@@ -14,7 +14,8 @@ from halfstep.core.errors import OptionError
 from halfstep.core.formats import parse
 from halfstep.core.policy import Policy
 
-POLICIES = ("fp32", "bf16-mixed", "fp16-mixed", "fp8-mixed")
+# The policies under which a recipe is timed, and the formats that they multiply.
+POLICIES = {"fp32": "fp32", "bf16-mixed": "bf16", "fp16-mixed": "fp16", "fp8-mixed": "e4m3"}
 STEPS = 10
 NOTE = """# Written by `halfstep probe --save` on {name}, torch {version}: timed here, at the shapes of `{title}`.
 # `link` and `network` are the bytes per second, each way, to GPUs of this machine and of others: they were not
@@ -120,7 +121,6 @@ def _policies(device: str) -> list[Policy]:
     """Returns the policies whose formats this machine multiplies, and not slowly."""
     from halfstep.torch.numerics.dtypes import describe, supported
 
-    formats = {"fp32": "fp32", "bf16-mixed": "bf16", "fp16-mixed": "fp16", "fp8-mixed": "e4m3"}
     if describe(device).kind == "cpu":
         return [Policy.parse("fp32")]
-    return [Policy.parse(name) for name in POLICIES if supported(parse(formats[name]), device)]
+    return [Policy.parse(name) for name, fmt in POLICIES.items() if supported(parse(fmt), device)]

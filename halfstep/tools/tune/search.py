@@ -42,19 +42,15 @@ class Step:
     after: Option
 
     @property
-    def saves(self) -> float:
-        """How much less a training step costs."""
-        return self.before.cost - self.after.cost
-
-    @property
     def damages(self) -> float:
         """How much more of the descent is lost."""
         return self.after.damage - self.before.damage
 
     @property
     def worth(self) -> float:
-        """What is saved per damage."""
-        return self.saves / self.damages if self.damages > 0 else math.inf
+        """How much less a training step costs, per damage."""
+        saved = self.before.cost - self.after.cost
+        return saved / self.damages if self.damages > 0 else math.inf
 
 
 # What each module runs in; modules that are not named run as the base does.
@@ -89,10 +85,7 @@ def ladder(options: Sequence[Option]) -> list[Option]:
 
 def path_of(modules: Mapping[str, Sequence[Option]]) -> list[Step]:
     """Returns the steps of all modules, those that save most per damage first."""
-    steps = []
-    for module, options in modules.items():
-        rungs = ladder(options)
-        steps += [Step(module, a, b) for a, b in pairwise(rungs)]
+    steps = [Step(module, a, b) for module, options in modules.items() for a, b in pairwise(ladder(options))]
     return sorted(steps, key=lambda step: -step.worth)
 
 

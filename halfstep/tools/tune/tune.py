@@ -13,7 +13,7 @@ Everything that took time is kept in OUT/tune.json as soon as it is known: the s
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,32 @@ class Settings:
     seeds: int
     most_seeds: int
     policies: int
+
+    def __post_init__(self) -> None:
+        if self.budget != "same" and not 0 <= _number(self.budget) < math.inf:
+            raise OptionError(
+                f"--budget {self.budget} is not a budget",
+                hint="write `same`, or how much higher the held-out loss may be, such as 0.01",
+            )
+        if self.seeds < 2 or self.most_seeds < self.seeds:
+            raise OptionError(
+                f"--seeds {self.seeds}, --most-seeds {self.most_seeds}: a gap has a spread from two seeds on",
+                hint="write --seeds 4 --most-seeds 12",
+            )
+        for name, number in (("steps", self.steps), ("policies", self.policies)):
+            if number < 1:
+                raise OptionError(f"--{name} {number} is not a number of {name}", hint="give 1 or more")
+        for role, text in self.asked:
+            if parse_value(role, text).amax == "delayed":  # type: ignore[union-attr]
+                raise OptionError(
+                    f"--{role} {text}: a delayed scale comes from earlier updates, and a study has none",
+                    hint=f"tune with `{text.replace(':delayed', '')}`, and write `delayed` into the policy",
+                )
+
+    @property
+    def asked(self) -> list[tuple[str, str]]:
+        """The formats to try, each with its role."""
+        return [(role, text) for role in ("compute", "grad") for text in getattr(self, role)]
 
 
 @dataclass(frozen=True)
@@ -99,32 +125,6 @@ class Tuned:
         return min(self.evaluations, key=lambda each: each.verdict.mean, default=None)
 
 
-def check(settings: Settings) -> None:
-    """Refuses settings that make no sense."""
-    if settings.budget != "same" and not 0 <= _number(settings.budget) < math.inf:
-        raise OptionError(
-            f"--budget {settings.budget} is not a budget",
-            hint="write `same`, or how much higher the held-out loss may be, such as 0.01",
-        )
-    if settings.seeds < 2 or settings.most_seeds < settings.seeds:
-        raise OptionError(
-            f"--seeds {settings.seeds}, --most-seeds {settings.most_seeds}: a gap has a spread from two seeds on",
-            hint="write --seeds 4 --most-seeds 12",
-        )
-    for name in ("steps", "policies"):
-        if getattr(settings, name) < 1:
-            raise OptionError(
-                f"--{name} {getattr(settings, name)} is not a number of {name}", hint="give 1 or more"
-            )
-    for role in ("compute", "grad"):
-        for text in getattr(settings, role):
-            if parse_value(role, text).amax == "delayed":  # type: ignore[union-attr]
-                raise OptionError(
-                    f"--{role} {text}: a delayed scale comes from earlier updates, and a study has none",
-                    hint=f"tune with `{text.replace(':delayed', '')}`, and write `delayed` into the policy",
-                )
-
-
 def _number(text: str) -> float:
     try:
         return float(text)
@@ -132,17 +132,10 @@ def _number(text: str) -> float:
         return math.nan
 
 
-def _finite_or_inf(known: Mapping[str, float | None], seeds: Iterable[int]) -> list[float]:
-    """Returns the losses of some seeds; that of a run that diverged is infinite."""
-    losses = [known[str(seed)] for seed in seeds]
-    return [math.inf if loss is None else loss for loss in losses]
-
-
 class Tuner:
     """One search, and what it knows."""
 
     def __init__(self, target: Target, settings: Settings, out: Path, on_progress: OnProgress):
-        check(settings)
         self.target, self.settings, self.out = target, settings, out
         self.base, self.unit, self.lacking = self._resolve_base()
         self._on_progress, self._done, self._total, self._words = on_progress, 0, 0, ""
@@ -154,15 +147,16 @@ class Tuner:
         s = self.settings
         self._total = (1 + EXPECTED) * s.seeds * s.steps
         reference = self._losses(self.base, range(SEED, SEED + s.seeds), "the base")
-        self.delta = self._delta(reference)
-        rows, kept = self._options(self._study())
-        self.modules = rows
+        self.reference, self.delta = [*reference], self._delta(reference)
+        study = self._study()
+        costs = study["costs"]
+        self.modules = {name: self._options(of, costs[name]) for name, of in study["damages"].items()}
         self.base_cost = sum(options[0].cost for options in self.modules.values())
         found = search(self.modules, self._meets, s.policies)
         policy, wanted = apply_assignment(self.base, list(self.modules), found.assignment)
         return Tuned(
-            s, self.unit, self.lacking, tuple(reference), self.delta, self.base_cost, rows, kept, found, policy,
-            wanted, self.evaluations, self.target.note,
+            s, self.unit, self.lacking, tuple(reference), self.delta, self.base_cost, self.modules, study["kept"],
+            found, policy, wanted, self.evaluations, self.target.note,
         )  # fmt: skip
 
     def _resolve_base(self) -> tuple[Policy, str, str]:
@@ -170,7 +164,7 @@ class Tuner:
         from halfstep.torch.instruments.tuning import unsupported_formats
 
         base = Policy.parse(self.settings.base)
-        asked = [parse_value(role, text) for role in ("compute", "grad") for text in getattr(self.settings, role)]
+        asked = [parse_value(role, text) for role, text in self.settings.asked]
         formats = [operand.format for operand in asked if isinstance(operand, Operand)]
         lacking = unsupported_formats([*formats, base.compute.format], self.target.device)
         if not lacking and not base.emulate:
@@ -197,6 +191,7 @@ class Tuner:
     # --- what takes time
 
     def _losses(self, policy: Policy, seeds: Sequence[int], words: str) -> list[float]:
+        """Returns the losses of some seeds, infinite where a run diverged; trains what is not known."""
         known = self.known["losses"].setdefault(str(policy), {})
         for seed in seeds:
             before, self._words = self._done, f"{words}, seed {seed}"
@@ -205,7 +200,8 @@ class Tuner:
                 known[str(seed)] = None if loss is None or not math.isfinite(loss) else loss
                 self._write()
             self._advance(before + self.settings.steps)
-        return _finite_or_inf(known, seeds)
+        losses = [known[str(seed)] for seed in seeds]
+        return [math.inf if loss is None else loss for loss in losses]
 
     def _study(self) -> dict[str, Any]:
         """Returns the damage of each format in each role of each module, and the costs of layers."""
@@ -228,18 +224,16 @@ class Tuner:
                 hint="name a --base without rules for them",
             )
         damages = self.known.setdefault("damages", {})
-        roles = [(role, text) for role in ("compute", "grad") for text in getattr(self.settings, role)]
-        self._total += len(layers) * len(roles)
-        for layer in layers:
+        unknown = [layer for layer in layers if layer.name not in damages]
+        self._total += len(layers) * len(self.settings.asked)
+        for layer in unknown:
             found: dict[str, dict[str, float]] = {"compute": {}, "grad": {}}
-            for role, text in roles if layer.name not in damages else ():
+            for role, text in self.settings.asked:
                 self._words = f"{layer.name} with {role} in {text}"
-                policy, _ = apply_assignment(self.base, [layer.name], {layer.name: Option(**{role: text})})
-                found[role][text] = study.descent_lost(policy)
+                found[role][text] = study.descent_lost(self._with_option(layer.name, Option(**{role: text})))
                 self._advance(self._done + 1)
-            if layer.name not in damages:
-                damages[layer.name] = found
-                self._write()
+            damages[layer.name] = found
+            self._write()
         costs = {layer.name: self._costs(layer, study) for layer in layers}
         self.known["study"] = {"damages": self.known.pop("damages"), "costs": costs, "kept": kept}
         self._write()
@@ -252,12 +246,10 @@ class Tuner:
     def _costs(self, layer: Any, study: Any) -> dict[str, float]:
         """Returns what each pair of formats costs in a layer, by `compute grad`."""
         self._words = f"costs of {layer.name}"
-        policies = {}
-        for pair in self._pairs():
-            policies[" ".join(pair)] = apply_assignment(self.base, [layer.name], {layer.name: Option(*pair)})[0]
         if self.unit == "s":
             from halfstep.torch.instruments.tuning import time_options
 
+            policies = {" ".join(pair): self._with_option(layer.name, Option(*pair)) for pair in self._pairs()}
             key = repr((layer.sizes, layer.rows, layer.bias))
             if key not in self.known.setdefault("timed", {}):
                 self.known["timed"][key] = time_options(study, layer, policies, compiled=self.target.compiled)
@@ -273,20 +265,14 @@ class Tuner:
         computes = self.settings.compute
         return [("", ""), *((c, g) for c in computes for g in ("", *self.settings.grad))]
 
-    def _options(self, study: dict[str, Any]) -> tuple[dict[str, list[Option]], dict[str, str]]:
-        rows = {}
-        for name, damages in study["damages"].items():
-            costs = study["costs"][name]
-            rows[name] = [
-                Option(
-                    compute,
-                    grad,
-                    (damages["compute"][compute] if compute else 0.0) + (damages["grad"][grad] if grad else 0.0),
-                    costs[f"{compute} {grad}"],
-                )
-                for compute, grad in self._pairs()
-            ]
-        return rows, study["kept"]
+    def _options(self, damages: dict[str, dict[str, float]], costs: dict[str, float]) -> list[Option]:
+        """Returns the options of a module, the base first, from what was studied of it."""
+        of_compute, of_grad = ({"": 0.0} | damages[role] for role in ("compute", "grad"))
+        return [Option(c, g, of_compute[c] + of_grad[g], costs[f"{c} {g}"]) for c, g in self._pairs()]
+
+    def _with_option(self, name: str, option: Option) -> Policy:
+        """Returns the base with an option for one module."""
+        return apply_assignment(self.base, [name], {name: option})[0]
 
     # --- the question that the search asks
 
@@ -296,8 +282,9 @@ class Tuner:
         self._total = max(self._total, self._done + count * s.steps)
         while True:
             seeds = range(SEED, SEED + count)
-            reference = self._losses_again(seeds)
-            gaps = [a - b for a, b in zip(self._losses(policy, seeds, words), reference, strict=True)]
+            self.reference += self._losses(self.base, seeds[len(self.reference) :], "the base")
+            pairs = zip(self._losses(policy, seeds, words), self.reference[:count], strict=True)
+            gaps = [a - b for a, b in pairs]
             known = verdict(gaps, self.delta)
             met = known.kind == "same" if s.budget == "same" else known.interval90[1] <= self.delta
             more = known.more_seeds
@@ -310,12 +297,6 @@ class Tuner:
         damage = sum(each.damage for each in assignment.values())
         self.evaluations.append(Evaluation(str(policy), tuple(assignment), cost, damage, tuple(gaps), known, met))
         return met
-
-    def _losses_again(self, seeds: Sequence[int]) -> list[float]:
-        """Returns the reference's losses; those that are known are no work."""
-        known = self.known["losses"][str(self.base)]
-        self._losses(self.base, [seed for seed in seeds if str(seed) not in known], "the base")
-        return _finite_or_inf(known, seeds)
 
     # --- the folder, and the bar
 
