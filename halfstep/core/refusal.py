@@ -38,18 +38,15 @@ Missing = Callable[[str, Value], str]
 
 def check_numbers(*, clip_norm: Any = 0.0, seed: Any = 0, tokens: Any = 1, slice: Any = 1, every: Any = 1) -> None:
     """Refuses values that are no settings of a run."""
-    if not isinstance(clip_norm, Real) or not float(clip_norm) >= 0.0:
-        raise ArgumentError(f"clip_norm={clip_norm!r}: it must be a number, 0 or more", hint="0 clips nothing")
-    if not isinstance(seed, Integral) or seed < 0:
-        raise ArgumentError(f"seed={seed!r}: a seed is a whole number, not negative", hint="such as seed=0")
-    if not isinstance(tokens, Integral) or tokens < 1:
-        raise ArgumentError(f"tokens={tokens!r}: a micro-batch has at least 1", hint="batch times sequence length")
-    if not isinstance(slice, Integral) or slice < 1:
-        raise ArgumentError(
-            f"slice={slice!r}: at least 1 element of a tensor is watched", hint="such as slice=4096"
-        )
-    if not isinstance(every, Integral) or every < 1:
-        raise ArgumentError(f"every={every!r}: it is a number of updates, at least 1", hint="such as every=100")
+    for name, value, kind, least, rule, hint in (
+        ("clip_norm", clip_norm, Real, 0, "it must be a number, 0 or more", "0 clips nothing"),
+        ("seed", seed, Integral, 0, "a seed is a whole number, not negative", "such as seed=0"),
+        ("tokens", tokens, Integral, 1, "a micro-batch has at least 1", "batch times sequence length"),
+        ("slice", slice, Integral, 1, "at least 1 element of a tensor is watched", "such as slice=4096"),
+        ("every", every, Integral, 1, "it is a number of updates, at least 1", "such as every=100"),
+    ):
+        if not isinstance(value, kind) or not float(value) >= least:  # also if it is NaN
+            raise ArgumentError(f"{name}={value!r}: {rule}", hint=hint)
 
 
 def check_implemented(policy: Policy, backend: str, missing: Missing) -> None:

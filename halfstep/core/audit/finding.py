@@ -58,7 +58,7 @@ class Rule:
     what: str
     why: str
     fix: str
-    shows: str  # which numbers its evidence has
+    shows: str = "The calls."  # which numbers its evidence has
     needs: str = "a live run"  # what must have been seen for it to be judged; empty if anything will do
     fix_jax: str = ""  # the fix in the words of JAX, where those of torch do not fit
 
@@ -67,30 +67,11 @@ class Rule:
         """Where it is documented."""
         return f"docs/audit.md#{self.id.lower()}"
 
-    def finding(
-        self,
-        message: str,
-        *where: str,
-        place: str | None = None,
-        evidence: dict[str, float] | None = None,
-        confidence: Confidence = "certain",
-        severity: Severity | None = None,
-        fix: str | None = None,
-        policy_rule: str | None = None,
-    ) -> Finding:
-        """Returns a finding of this rule."""
-        return Finding(
-            rule=self.id,
-            message=message,
-            severity=severity or self.severity,
-            confidence=confidence,
-            fix=fix or self.fix,
-            page=self.page,
-            place=place,
-            where=list(where),
-            evidence=dict(evidence or {}),
-            policy_rule=policy_rule,
-        )
+    def finding(self, message: str, *where: str, **more: Any) -> Finding:
+        """Returns a finding of this rule; `more` are other fields of it, or None for what the rule says."""
+        own = {"severity": self.severity, "confidence": "certain", "fix": self.fix, "page": self.page}
+        given = {name: value for name, value in more.items() if value is not None}
+        return Finding(self.id, message, where=list(where), **own | given)
 
     def finding_on_weight(self, weight: Weight, message: str, change: str = "", **more: Any) -> Finding:
         """Returns a finding on one weight; `change` is what a rule of the policy would set, as in `param=fp32`."""

@@ -13,8 +13,19 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten, tree_map
 from numpy.typing import NDArray
 
-from halfstep.core.arrays.layer_numbers import LayerNumbers, name_numbers, table
-from halfstep.core.observed import AMAX, COLUMNS, ROLES, SAMPLED_ROLES, LayerInfo, Observation, Sample, limits
+from halfstep.core.observed import (
+    AMAX,
+    COLUMNS,
+    ROLES,
+    SAMPLED_ROLES,
+    LayerInfo,
+    LayerNumbers,
+    Observation,
+    Sample,
+    format_table,
+    limits,
+    name_numbers,
+)
 from halfstep.core.precision import Precision
 from halfstep.core.roles import is_narrow, print_value
 from halfstep.mlx.convert.modules import Around, Embedding, LayerNorm, RMSNorm
@@ -81,7 +92,7 @@ class Monitor:
         return [] if self._copy is None else name_numbers(self.layers, *(each.read() for each in self._copy))
 
     def __str__(self) -> str:
-        return "\n".join(table(self.numbers())) or f"no numbers yet: they come every {self.every} updates"
+        return "\n".join(format_table(self.numbers())) or f"no numbers yet: they come every {self.every} updates"
 
     # --- what the run calls
 

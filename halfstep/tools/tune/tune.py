@@ -224,13 +224,13 @@ class Tuner:
                 hint="name a --base without rules for them",
             )
         damages = self.known.setdefault("damages", {})
-        unknown = [layer for layer in layers if layer.name not in damages]
         self._total += len(layers) * len(self.settings.asked)
-        for layer in unknown:
+        for layer in (each for each in layers if each.name not in damages):
             found: dict[str, dict[str, float]] = {"compute": {}, "grad": {}}
             for role, text in self.settings.asked:
                 self._words = f"{layer.name} with {role} in {text}"
-                found[role][text] = study.descent_lost(self._with_option(layer.name, Option(**{role: text})))
+                option = Option(compute=text) if role == "compute" else Option(grad=text)
+                found[role][text] = study.descent_lost(self._with_option(layer.name, option))
                 self._advance(self._done + 1)
             damages[layer.name] = found
             self._write()

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from halfstep.config.run import MOST_SLICE
-from halfstep.core.arrays.layer_numbers import LayerNumbers, name_numbers, table
 from halfstep.core.errors import ArgumentError
-from halfstep.core.observed import LayerInfo, Observation, Sample
+from halfstep.core.observed import LayerInfo, LayerNumbers, Observation, Sample, format_table, name_numbers
 from halfstep.torch.instruments.observe.layers import spec_of_role, watched_layers
 from halfstep.torch.instruments.observe.readback import Unread
 from halfstep.torch.instruments.observe.slots import LayerWatch, first_tensor
@@ -79,7 +78,7 @@ class Monitor:
         return self._read
 
     def __str__(self) -> str:
-        return "\n".join(table(self.numbers())) or f"no numbers yet: they come every {self.every} updates"
+        return "\n".join(format_table(self.numbers())) or f"no numbers yet: they come every {self.every} updates"
 
     # --- what the run calls
 

@@ -10,7 +10,6 @@ from halfstep.core.audit.record import Operation, OperationKind, Record, is_narr
     "HS401",
     "norm below fp32",
     "error",
-    shows="The calls.",
     what="A norm takes its mean or its square root in bf16 or fp16, or it alone has gains in that format.",
     why="Eight bits of a mean square are off by up to 0.4 %, in every layer and in the same direction for a whole "
     "row. The norms of torch itself sum in fp32 whatever they are given; hand-written ones do what they say.",
@@ -22,12 +21,12 @@ from halfstep.core.audit.record import Operation, OperationKind, Record, is_narr
 def check_norms(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields one finding per norm."""
     norms = _forward(record, "norm")
-    narrow_gains = {op.module for op in norms if _has_narrow_gains(op)}
+    narrow_gains = {op.module for op in norms if len(op.inputs) > 1 and all(map(is_narrow, op.inputs))}
     # A model that is bf16 throughout is what HS101 is about; one norm that differs from the rest is an accident.
     accident = 0 < len(narrow_gains) < len({op.module for op in norms}) / 2
     named: set[str] = set()  # one finding is enough for the parts of a norm
-    for op in norms:
-        if is_narrow(op.inside) and op.module not in named:
+    for op in _narrow(record, "norm"):
+        if op.module not in named:
             message = f"{_name(op)} computes in {op.inside}" + (f" (`{op.function}`)" if op.function else "")
             named.update({op.module} - {""})
             yield rule.finding_on_operation(op, message, "norm=fp32")
@@ -42,15 +41,10 @@ def _name(op: Operation) -> str:
     return f"the norm `{op.module}`" if op.module else "a norm"
 
 
-def _has_narrow_gains(op: Operation) -> bool:
-    return len(op.inputs) > 1 and all(is_narrow(each) for each in op.inputs)
-
-
 @define_rule(
     "HS402",
     "softmax below fp32",
     "error",
-    shows="The calls.",
     what="A softmax is summed in bf16 or fp16, or its logarithms are rounded to it.",
     why="Exponentials that are rounded before they are summed do not add up to one, and a log-probability of -10 "
     "has steps of 0.06 in bf16. `F.softmax` itself sums in fp32 whatever it is given, and so does attention.",
@@ -59,18 +53,16 @@ def _has_narrow_gains(op: Operation) -> bool:
 )
 def check_softmax(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields one finding per module and function."""
-    for op in _forward(record, "softmax"):
-        if is_narrow(op.inside):
-            where = f" in `{op.module}`" if op.module else ""
-            message = f"a softmax{where} computes in {op.inside} ({op.function or 'softmax'})"
-            yield rule.finding_on_operation(op, message, "softmax=fp32")
+    for op in _narrow(record, "softmax"):
+        where = f" in `{op.module}`" if op.module else ""
+        message = f"a softmax{where} computes in {op.inside} ({op.function or 'softmax'})"
+        yield rule.finding_on_operation(op, message, "softmax=fp32")
 
 
 @define_rule(
     "HS403",
     "router below fp32",
     "warning",
-    shows="The calls.",
     what="The logits by which a mixture chooses its experts are computed in bf16 or fp16.",
     why="Two logits that differ by less than 0.4 % become equal, and the order of the experts, not the numbers, "
     "decides where a token goes.",
@@ -79,17 +71,15 @@ def check_softmax(rule: Rule, record: Record) -> Iterator[Finding]:
 )
 def check_router(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields one finding per router."""
-    for op in _forward(record, "router"):
-        if is_narrow(op.inside):
-            message = f"the router `{op.module}` computes its logits in {op.inside}"
-            yield rule.finding_on_operation(op, message, "router=fp32")
+    for op in _narrow(record, "router"):
+        message = f"the router `{op.module}` computes its logits in {op.inside}"
+        yield rule.finding_on_operation(op, message, "router=fp32")
 
 
 @define_rule(
     "HS404",
     "loss below fp32",
     "error",
-    shows="The calls.",
     what="The loss is computed or returned in bf16 or fp16.",
     why="A loss of 10 has steps of 0.06 in bf16, so a curve shows stairs and small gains vanish; in fp16 a loss "
     "times its scale of 65536 is infinite.",
@@ -98,7 +88,7 @@ def check_router(rule: Rule, record: Record) -> Iterator[Finding]:
 )
 def check_loss(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields one finding per loss function; if there is none, one for the narrow loss that backward was given."""
-    losses = [op for op in _forward(record, "loss") if is_narrow(op.inside)]
+    losses = _narrow(record, "loss")
     for op in [op for op in losses if op.function] or losses[:1]:
         what = f"`{op.function}` computes" if op.function else "backward starts from a loss"
         yield rule.finding_on_operation(op, f"{what} in {op.inside}")
@@ -167,11 +157,8 @@ def check_promotion(rule: Rule, record: Record) -> Iterator[Finding]:
     for place in dict.fromkeys(op.place for op in promoted):
         those = [op for op in promoted if op.place == place]
         names = list(dict.fromkeys(op.module for op in those if op.module))
-        cause = (
-            f"`{source}` was given narrow numbers and returned fp32"
-            if source
-            else "an fp32 tensor met a narrow one"
-        )
+        given = f"`{source}` was given narrow numbers and returned fp32"
+        cause = given if source else "an fp32 tensor met a narrow one"
         yield rule.finding(
             f"fp32 operands reach the matmuls of {first_names(names)}: {cause}",
             *dict.fromkeys([source, *names] if source else names),
@@ -291,7 +278,6 @@ def check_underflow(rule: Rule, record: Record) -> Iterator[Finding]:
     "HS411",
     "backward of an fp32 region in bf16",
     "warning",
-    shows="The calls.",
     what="A region with autocast off is compiled inside one with autocast on: its matmuls are fp32 forward, and "
     "their gradients are computed in bf16 or fp16.",
     why="torch.compile traces the backward pass with the autocast that the compiled function was called in. What "
@@ -306,6 +292,11 @@ def check_backward(rule: Rule, record: Record) -> Iterator[Finding]:
         if op.backward and is_narrow(op.inside) and op.module in wide:
             message = f"`{op.module}` is fp32 forward, and its gradients are computed in {op.inside}"
             yield rule.finding_on_operation(op, message)
+
+
+def _narrow(record: Record, kind: OperationKind) -> list[Operation]:
+    """Returns the operations of the forward pass that compute below fp32."""
+    return [op for op in _forward(record, kind) if is_narrow(op.inside)]
 
 
 def _forward(record: Record, *kinds: OperationKind) -> list[Operation]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from halfstep.core.audit.finding import Finding, Rule, define_rule
-from halfstep.core.audit.record import Record, UpdateCounts, Weight, is_narrow
+from halfstep.core.audit.record import Record, Weight, is_narrow
 
 _MASTERS_JAX = (
     "Keep parameters in fp32 and cast them inside the loss function; `halfstep.jax.init` and `make_step` do so."
@@ -28,14 +28,13 @@ def check_masters(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields one finding per weight; without a live step it is a warning, as nobody knows what was lost."""
     for weight in record.weights:
         if weight.trainable and weight.optimizer and is_narrow(weight.stepped) and not weight.stochastic:
-            yield _lost_updates(
-                rule, weight, weight.updates if weight.updates and weight.updates.intended else None
-            )
+            yield _lost_updates(rule, weight)
 
 
-def _lost_updates(rule: Rule, weight: Weight, counts: UpdateCounts | None) -> Finding:
+def _lost_updates(rule: Rule, weight: Weight) -> Finding:
     base = f"`{weight.name}` is stepped in {weight.stepped} by {weight.optimizer}, without an fp32 master"
-    if counts is None:
+    counts = weight.updates
+    if counts is None or not counts.intended:
         return rule.finding_on_weight(weight, base, "param=fp32", severity="warning", confidence="likely")
     lost = counts.lost / counts.intended
     numbers: dict[str, float] = {"updates": counts.intended, "lost": counts.lost, "lost_share": lost}
