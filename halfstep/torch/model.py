@@ -327,8 +327,7 @@ class Embedding(Layer):
 class Head(Matmul):
     """The output head: its own matrix, or the embedding's."""
 
-    halfstep_observe_loss: Any = None  # of a monitor, if there is one; with it comes `halfstep_slice`
-    halfstep_slice = 0
+    halfstep_watch: Any = None  # of a monitor, if there is one (instruments/observe/slots.py)
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -344,13 +343,12 @@ class Head(Matmul):
     def loss(self, x_BTD: Tensor, tied: Tensor, targets_BT: Tensor, chunks: int) -> Tensor:
         """Returns the sum of the losses of its logits, which are never seen."""
         weight = tied if self.weight is None else self.weight
-        size = self.halfstep_slice if self.halfstep_observe_loss is not None else 0
+        watched = self.halfstep_watch
+        size = 0 if watched is None else watched.slice
         total, sample = layers.linear_cross_entropy(
             x_BTD, weight, None, targets_BT, self.casts, self.terms, chunks, size, self.halfstep.history
         )
-        if self.halfstep_observe_loss is None or sample is None:
-            return total
-        return self.halfstep_observe_loss(self, x_BTD, total, sample)
+        return total if watched is None or sample is None else watched.observe_loss(x_BTD, total, sample)
 
     def why_not_fused(self, beside: Tensor, model: Casts, casts: Casts | None = None) -> str:
         """Returns why the loss is computed of logits that this layer returns; empty if `loss` computes both.
@@ -360,7 +358,7 @@ class Head(Matmul):
         casts = casts or self.casts
         if not (casts.plain or casts.direct or casts.wide is not None):
             return "lm_head has operands or gradients in 16-bit formats of their own"
-        watched = self.halfstep_observe_loss is not None  # by a hook that needs no logits (observe/slots.py)
+        watched = self.halfstep_watch is not None  # by a hook that needs no logits
         if len(self._forward_hooks) > watched or self._forward_pre_hooks:
             return "lm_head has hooks, which see its logits"
         return why_no_kernel(beside, casts.compute, model)

@@ -27,6 +27,7 @@ them.
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -49,17 +50,43 @@ _RAW = ("count", "amax", "overflow", "zero", "at_most_underflow", "below_subnorm
 _COUNTED, USES, PASSES = len(_RAW) - 2, len(_RAW) - 2, len(_RAW) - 1
 
 
-class _EagerParts:
-    """What an eager backward pass leaves: (layer, part of its input, part of its output's gradient)."""
+@dataclass(eq=False)
+class Watched:
+    """What a watched module carries, in its attribute `halfstep_watch`. A copy of the module is not watched."""
 
-    def __init__(self) -> None:
-        self.parts: list[tuple[int, Tensor, Tensor]] = []
+    slot: Tensor
+    limits: Tensor
+    slice: int
+    place: int  # of the layer among all
+    parts: list[tuple[int, Tensor, Tensor]]  # eager ones of all layers: (place, of the input, of the gradient)
+    is_lookup: bool
+    is_scaled: bool
+    is_repeated: bool = False
 
     def __deepcopy__(self, memo: Any) -> None:
-        """Returns None: a copy of a layer is not watched."""
+        """Returns None."""
 
     def __reduce__(self) -> Any:
         return type(None), ()
+
+    @bypass_mode
+    def observe_loss(self, x: Tensor, loss: Tensor, sample: Tensor) -> Tensor:
+        """Does what `_observe` does for a head that is fused with its loss.
+
+        The gradient of its logits is `sample` times the gradient of the loss.
+        """
+        if _Paused.now or not loss.requires_grad or transforming():
+            return loss
+        kept = evenly_spaced(x.detach(), self.slice).clone().reshape(-1)
+        if torch.compiler.is_compiling():
+            return self.pass_through(loss, kept, sample)
+        loss.register_hook(partial(_keep_product, self.parts, self.place, kept, sample))
+        return loss
+
+    def pass_through(self, y: Tensor, kept: Tensor, sample: Tensor | None) -> Tensor:
+        """Returns y, of which the gradient, or `sample` times it, reaches the slot beside `kept`."""
+        given = (self.slot, self.limits, self.slice, self.is_scaled, self.is_repeated)
+        return _Observed.apply(y, kept, sample, *given)  # type: ignore[no-any-return]
 
 
 class LayerWatch:
@@ -68,8 +95,8 @@ class LayerWatch:
     def __init__(self, layers: Mapping[str, tuple[nn.Module, LayerInfo]], slice: int, device: torch.device):
         self.layers, self.slice, self.device = [info for _, info in layers.values()], slice, device
         self.modules = [module for module, _ in layers.values()]
-        self.slots: list[Tensor] = []
-        self._eager = _EagerParts()
+        self._watched: list[Watched] = []
+        self._eager: list[tuple[int, Tensor, Tensor]] = []
         self._indices, self._constants = dict[tuple[int, ...], Tensor](), dict[tuple[int, ...], Tensor]()
         shared: dict[Any, Tensor] = {}
         _guard_hooks()
@@ -78,15 +105,12 @@ class LayerWatch:
             formats = tuple(info.format(role) for role in ROLES)
             # The element after a part is -1 for each use.
             slot = torch.zeros(len(ROLES), max(slice, _COUNTED) + 1, device=near, requires_grad=True)
-            given = {"slot": slot, "slice": slice, "eager": self._eager, "place": at}
-            given["limits"] = shared.setdefault((formats, near), _constants(formats).to(near))
-            given["is_lookup"] = info.kind == "embedding"
-            given["is_scaled"], given["is_repeated"] = any(map(is_narrow, formats)), False
-            given["observe_loss"] = observe_loss
-            for name in _ATTRIBUTES:
-                setattr(module, name, given[name.removeprefix("halfstep_")])
+            bounds = shared.setdefault((formats, near), _constants(formats).to(near))
+            is_lookup, is_scaled = info.kind == "embedding", any(map(is_narrow, formats))
+            watched = Watched(slot, bounds, slice, at, self._eager, is_lookup, is_scaled)
+            module.halfstep_watch = watched  # type: ignore[assignment]
             module.register_forward_hook(_observe, with_kwargs=True)
-            self.slots.append(slot)
+            self._watched.append(watched)
         self._is_scaled = any(is_narrow(info.format(role)) for info in self.layers for role in ROLES)
         self._limits = [_constants([info.format(role) for role in ROLES]).to(device) for info in self.layers]
         self.numbers = torch.zeros(len(layers), len(ROLES), len(_RAW), device=device, dtype=wide(device))
@@ -98,17 +122,17 @@ class LayerWatch:
 
     def clear(self) -> None:
         """Drops the parts of a backward pass that is not counted."""
-        self._eager.parts.clear()
-        for slot in self.slots:
-            slot.grad = None
+        self._eager.clear()
+        for watched in self._watched:
+            watched.slot.grad = None
 
     @torch.no_grad()
     def collect(self) -> None:
         """Adds the numbers of a backward pass to the buffer."""
-        given, eager = [slot.grad for slot in self.slots], [*self._eager.parts]
+        given, eager = [watched.slot.grad for watched in self._watched], [*self._eager]
         self.clear()
         there = {at: grad.to(self.device, non_blocking=True) for at, grad in enumerate(given) if grad is not None}
-        repeated = {at for at in there if self.modules[at].halfstep_is_repeated}
+        repeated = {at for at in there if self._watched[at].is_repeated}
         if repeated:
             counted = torch.stack([there[at][:, :_COUNTED] for at in sorted(repeated)])
             self._add(F.pad(counted, (0, 2), value=1.0), self._index_of(repeated))
@@ -158,7 +182,7 @@ class LayerWatch:
     def _columns(self, raw: NDArray[Any]) -> NDArray[np.float64]:
         repeated = np.asarray((raw[..., USES] > raw[..., PASSES]).any(-1))
         for at in np.flatnonzero(repeated):
-            self.modules[at].halfstep_is_repeated = True  # type: ignore[assignment]
+            self._watched[at].is_repeated = True
         return _columns(np.where(repeated[:, None, None], 0.0, raw))
 
 
@@ -173,17 +197,12 @@ def _guard_hooks() -> None:
         dynamo.reset()
 
 
-_NAMES = ("slot", "slice", "limits", "eager", "place", "is_lookup", "is_scaled", "is_repeated", "observe_loss")
-_ATTRIBUTES = tuple(f"halfstep_{name}" for name in _NAMES)
-
-
 def unwatch(module: nn.Module) -> None:
     """Removes every trace of a watch from a module, or from a copy of a watched one."""
     for key in [key for key, hook in module._forward_hooks.items() if hook is _observe]:
         del module._forward_hooks[key]
         module._forward_hooks_with_kwargs.pop(key, None)
-    for name in _ATTRIBUTES:
-        vars(module).pop(name, None)
+    vars(module).pop("halfstep_watch", None)
 
 
 def _constants(formats: Sequence[Format]) -> Tensor:
@@ -222,50 +241,26 @@ def pause_counting() -> Iterator[None]:
 @bypass_mode
 def _observe(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
     """A forward hook: compiled, passes the first tensor of the output through the identity; eagerly, hooks it."""
-    if _Paused.now or not torch.is_grad_enabled() or transforming():
+    watched: Watched | None = module.halfstep_watch
+    if watched is None or _Paused.now or not torch.is_grad_enabled() or transforming():
         return None
     y = first_tensor(output if isinstance(output, tuple) else (output,))
     # Without a gradient nothing runs backward, and the identity must not be the reason that something does.
     if y is None or not y.requires_grad:
         return None
-    x = None if module.halfstep_is_lookup else first_tensor((*args, *kwargs.values()))
-    size = module.halfstep_slice
-    kept = evenly_spaced((y if x is None else x).detach(), size).clone().reshape(-1)
+    x = None if watched.is_lookup else first_tensor((*args, *kwargs.values()))
+    kept = evenly_spaced((y if x is None else x).detach(), watched.slice).clone().reshape(-1)
     if not torch.compiler.is_compiling():
-        if module.halfstep_eager is not None:
-            y.register_hook(partial(_keep_parts, module.halfstep_eager.parts, module.halfstep_place, kept, size))
+        y.register_hook(partial(_keep_parts, watched.parts, watched.place, kept, watched.slice))
         return None
-    same = _through_identity(module, y, kept, None)
+    same = watched.pass_through(y, kept, None)
     if isinstance(output, Tensor):
         return same
     return tuple(same if item is y else item for item in output)
 
 
-@bypass_mode
-def observe_loss(module: Any, x: Tensor, loss: Tensor, sample: Tensor) -> Tensor:
-    """Does what `_observe` does for a head that is fused with its loss.
-
-    The gradient of its logits is `sample` times the gradient of the loss.
-    """
-    if _Paused.now or not loss.requires_grad or transforming():
-        return loss
-    kept = evenly_spaced(x.detach(), module.halfstep_slice).clone().reshape(-1)
-    if torch.compiler.is_compiling():
-        return _through_identity(module, loss, kept, sample)
-    if module.halfstep_eager is not None:
-        parts = module.halfstep_eager.parts
-        loss.register_hook(partial(_keep_product, parts, module.halfstep_place, kept, sample))
-    return loss
-
-
 def _keep_product(parts: list[Any], place: int, kept: Tensor, sample: Tensor, g: Tensor) -> None:
     parts.append((place, kept, sample * g))
-
-
-def _through_identity(module: Any, y: Tensor, kept: Tensor, sample: Tensor | None) -> Tensor:
-    given = (module.halfstep_slot, module.halfstep_limits, module.halfstep_slice)
-    ways = (module.halfstep_is_scaled, module.halfstep_is_repeated)
-    return _Observed.apply(y, kept, sample, *given, *ways)  # type: ignore[no-any-return]
 
 
 def _keep_parts(parts: list[Any], place: int, kept: Tensor, size: int, g: Tensor) -> None:

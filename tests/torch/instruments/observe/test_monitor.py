@@ -162,9 +162,9 @@ def test_a_copy_of_a_run_is_not_watched():
     twin = copy.deepcopy(run)
     same(train(twin), train(run))
     assert twin.watching is None
-    assert not any(hasattr(module, "halfstep_slot") for module in twin.model.modules())
+    assert not any(hasattr(module, "halfstep_watch") for module in twin.model.modules())
     run.unprepare()
-    assert not any(hasattr(module, "halfstep_slot") for module in run.model.modules())
+    assert not any(hasattr(module, "halfstep_watch") for module in run.model.modules())
 
 
 @pytest.mark.prove
