@@ -155,8 +155,6 @@ def _check_loss(
 class Softmax(nn.Softmax):
     """`nn.Softmax`, fp32 inside."""
 
-    halfstep_island = True
-
     def forward(self, input: Tensor) -> Tensor:
         """Returns shares that sum to one."""
         return softmax(input, -1 if self.dim is None else self.dim)
@@ -164,8 +162,6 @@ class Softmax(nn.Softmax):
 
 class LayerNorm(nn.LayerNorm):
     """`nn.LayerNorm`, fp32 inside."""
-
-    halfstep_island = True
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the normalized input."""
@@ -175,8 +171,6 @@ class LayerNorm(nn.LayerNorm):
 class RMSNorm(nn.RMSNorm):
     """`nn.RMSNorm`, fp32 inside."""
 
-    halfstep_island = True
-
     def forward(self, input: Tensor) -> Tensor:
         """Returns the normalized input."""
         return rms_norm(input, self.normalized_shape, self.weight, self.eps)
@@ -184,8 +178,6 @@ class RMSNorm(nn.RMSNorm):
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
     """`nn.CrossEntropyLoss`, fp32 inside and out."""
-
-    halfstep_island = True
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Returns the loss."""

@@ -49,6 +49,7 @@ _FAST_PATHS: dict[type, tuple[str, Any]] = {
 }
 # Attributes that conversion overwrites; none is a parameter or a buffer.
 _KEPT = ("casts", "forward", "_loss_function", *(name for name, _ in _FAST_PATHS.values()))
+_OWN_ISLANDS = "halfstep.torch.islands"
 _IN_RECIPE = "part of a layer with a recipe of its own"
 WHOLE, TABLES, NORMS = Param(FP32), (nn.Embedding, nn.EmbeddingBag), (Norm, Normalization)
 Originals = list[tuple[nn.Module, type, dict[str, Any]]]
@@ -271,7 +272,7 @@ def _plan(name: str, module: nn.Module, model: nn.Module) -> Plan:
         return Plan(name, module, type(module))
     base, held = _base_of(module), [n for n, p in module.named_parameters(recurse=False) if p.is_floating_point()]
     forward = getattr(type(module), "forward", None)
-    ours = getattr(type(module), "halfstep_island", False)  # of islands.py: the class in front does the same
+    ours = getattr(forward, "__module__", "") == _OWN_ISLANDS  # the class in front does the same
     own_forward = base is not None and forward is not base.forward and not ours
     if known_packages.is_replaced(module):
         # That of the model itself runs in the policy's mode (`with_forward`).

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 from halfstep.core.audit.cause import Cause
 from halfstep.torch.instruments.replay import RunningModules, extra_pass
 from halfstep.torch.numerics.shards import is_shard, local
-from halfstep.torch.numerics.split.operand import GRAD_OWNER
+from halfstep.torch.numerics.split.operand import grad_owner_of
 from halfstep.torch.parallel.ranks import from_all_ranks, num_ranks
 
 
@@ -77,7 +77,7 @@ def _bad_sum(model: nn.Module) -> str | None:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        gradient = getattr(parameter, GRAD_OWNER, parameter).grad
+        gradient = grad_owner_of(parameter).grad
         if gradient is None and alone:
             continue
         total = torch.zeros_like(local(parameter), dtype=torch.float32) if gradient is None else local(gradient)
@@ -115,8 +115,7 @@ class _FirstFailure:
         if parameter.requires_grad and id(parameter) not in self._watched:
             self._watched.add(id(parameter))
             hook = self._gradient_hook(f"`{name}`", name.rpartition(".")[0])
-            owner = getattr(parameter, GRAD_OWNER, parameter)  # whose gradient autograd takes
-            self.hooks.callback(owner.register_hook(hook).remove)
+            self.hooks.callback(grad_owner_of(parameter).register_hook(hook).remove)
 
     def keep_cause(self, cause: Cause, tensor: Tensor) -> None:
         """Keeps a cause, with the operation that made the tensor bad if it is known."""

@@ -26,7 +26,9 @@ from torch.autograd import forward_ad
 
 _UNTOUCHED, _ORIGIN, _ROWS = "halfstep_untouched", "halfstep_origin", "halfstep_rows"
 _RELU_OF, _KEPT = "halfstep_relu_of", "halfstep_kept"
-NARROW_LOGITS = "halfstep_narrow"  # of logits that were widened, the narrow ones (functions/narrow_logits.py)
+# Of logits that were widened: the narrow ones, and a list that is empty once one was written to or has a hook
+# (functions/narrow_logits.py).
+NARROW_LOGITS = "halfstep_narrow"
 
 
 class _Local(threading.local):

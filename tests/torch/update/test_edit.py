@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from halfstep.core.errors import HalfstepError
 from halfstep.torch import AdamW, prepare
-from halfstep.torch.numerics.split import parameter, writes
+from halfstep.torch.numerics.split import parameter
 from halfstep.torch.state import state_of
 from tests.refusals import refuses
 
@@ -328,7 +328,7 @@ def test_the_run_opens_masters_without_handing_anything_out():
     with run.edit():
         pass
     step(run)
-    assert type(getattr(run.model[0].weight, writes.WRITES)) is tuple
+    assert type(run.model[0].weight.halfstep_split.noted) is tuple
 
 
 def test_a_gradient_for_a_half_by_hand_is_exact_inside_edit_and_refused_by_torch_outside():

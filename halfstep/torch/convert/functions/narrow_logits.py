@@ -41,7 +41,7 @@ from halfstep.torch.numerics.provenance import NARROW_LOGITS, copy_grad_bits, is
 
 LARGE = 4096  # columns, as of a vocabulary: below, a copy costs little
 _WIDE, _VIEWED = "halfstep_wide", "halfstep_viewed"
-_INTACT, _BY_LAYER = "halfstep_intact", "halfstep_by_layer"
+_BY_LAYER = "halfstep_by_layer"
 
 
 def _named(names: str) -> list[Any]:
@@ -135,7 +135,8 @@ def to_fp32(x: Tensor) -> Tensor:
 def with_narrow_logits(args: Any) -> Any:
     """Returns the arguments of a loss with the narrow logits instead of the widened ones."""
     x = args[0] if args else None
-    return (getattr(x, NARROW_LOGITS), *args[1:]) if _is_tagged(x) and getattr(x, _INTACT) else args
+    narrow, intact = getattr(x, NARROW_LOGITS) if _is_tagged(x) else (x, False)
+    return (narrow, *args[1:]) if intact else args
 
 
 def hand_on_logits(func: Any, args: Any, kwargs: Any, y: Any) -> Any:
@@ -147,7 +148,7 @@ def hand_on_logits(func: Any, args: Any, kwargs: Any, y: Any) -> Any:
     _follow_rows(func, x, y)
     if not _is_tagged(x):
         return y
-    narrow, intact = getattr(x, NARROW_LOGITS), getattr(x, _INTACT)
+    narrow, intact = getattr(x, NARROW_LOGITS)
     if func is _UNFLATTEN or func in _ENDS:
         intact.clear()  # a list that all views share
     elif func is Tensor.float or (func is Tensor.to and _changes_nothing(x, args, kwargs)):
@@ -198,8 +199,7 @@ def _is_tagged(x: Any) -> bool:
 
 
 def _tagged(y: Any, narrow: Tensor, intact: list[bool]) -> Tensor:
-    setattr(y, NARROW_LOGITS, narrow)
-    setattr(y, _INTACT, intact)
+    setattr(y, NARROW_LOGITS, (narrow, intact))
     return y
 
 

@@ -21,7 +21,7 @@ _NAMES = {
     torch.float8_e4m3fnuz: "e4m3fnuz",
     torch.float8_e5m2fnuz: "e5m2fnuz",
 }
-_REMAINDER = "halfstep_remainder"  # of a split master: the 16 bits that its bf16 half leaves out
+_SPLIT = "halfstep_split"  # of a bf16 half of a master: its `remainder` has the 16 bits that the half leaves out
 # A split master refuses some uses of `parameter.detach()`; torch's own method is not watched.
 _detach: Any = torch._C.TensorBase.detach
 
@@ -55,7 +55,7 @@ def tensors_of(*trees: Any) -> Iterator[Tensor]:
 
 def is_split(parameter: Tensor) -> bool:
     """Whether a parameter is the bf16 half of a split master."""
-    return parameter.dtype == torch.bfloat16 and hasattr(parameter, _REMAINDER)
+    return parameter.dtype == torch.bfloat16 and hasattr(parameter, _SPLIT)
 
 
 def stored(parameter: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def stored(parameter: Tensor) -> Tensor:
     values: Tensor = _detach(parameter)
     if not is_split(parameter):
         return values
-    return (values.view(torch.int16).int() << 16) + getattr(parameter, _REMAINDER)
+    return (values.view(torch.int16).int() << 16) + getattr(parameter, _SPLIT).remainder
 
 
 def belongs_to_halfstep(thing: Any) -> bool:

@@ -18,7 +18,7 @@ from halfstep.torch.instruments.observe.readback import Unread, wide
 from halfstep.torch.loss.plain import evenly_spaced
 from halfstep.torch.numerics.cast import join
 from halfstep.torch.numerics.shards import local
-from halfstep.torch.numerics.split.operand import REMAINDER, is_split, values_of
+from halfstep.torch.numerics.split.operand import SPLIT, is_split, values_of
 from halfstep.torch.optim.adamw import Grads, Optimizer
 
 _MOMENTS = ("exp_avg", "momentum", "momentum_buffer")
@@ -97,9 +97,8 @@ def stored(parameter: Tensor, size: int | None = None) -> Tensor:
     values = local(values_of(parameter))
     cut = values.numel() if size is None else size
     if is_split(parameter):
-        return join(
-            evenly_spaced(values, cut).contiguous(), evenly_spaced(getattr(parameter, REMAINDER), cut).contiguous()
-        )
+        remainder = parameter.__dict__[SPLIT].remainder
+        return join(evenly_spaced(values, cut).contiguous(), evenly_spaced(remainder, cut).contiguous())
     return evenly_spaced(values, cut)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from halfstep.core.errors import SplitMasterError
 from halfstep.torch.numerics.cast import join, split
 from halfstep.torch.numerics.record import EMPTY, ModuleRecord, record_of, update_record
-from halfstep.torch.numerics.split.operand import GRAD_OWNER, REMAINDER, is_split
+from halfstep.torch.numerics.split.operand import SPLIT, is_split
 from halfstep.torch.numerics.split.parameter import NAME, check_copy, make_split
 from halfstep.torch.numerics.split.writes import check_write, note_write, watch
 
@@ -43,8 +43,9 @@ class Holder(nn.Module):
             parameter = self._parameters.get(name)
             if parameter is None or parameter.dtype != torch.bfloat16:  # inside run.edit() the copy is whole
                 del self.remainders[name]
-            elif parameter.__dict__.get(REMAINDER) is not remainder:  # a shallow copy shares both
-                if not hasattr(parameter, GRAD_OWNER):  # a parameter of a third-party class was copied
+            elif (half := parameter.__dict__.get(SPLIT)) is None or half.remainder is not remainder:
+                # A shallow copy shares both.
+                if half is None:  # a parameter of a third-party class was copied
                     check_copy(name)
                 make_split(parameter, remainder, getattr(parameter, NAME, name))
 
@@ -61,7 +62,7 @@ class Holder(nn.Module):
                 if is_split(parameter):
                     check_write(parameter, prefix + name)
                     with torch.inference_mode(False), torch.no_grad():  # tensors of inference count no writes
-                        joined = destination[prefix + name] = join(parameter, getattr(parameter, REMAINDER))
+                        joined = destination[prefix + name] = join(parameter, parameter.__dict__[SPLIT].remainder)
                     watch(parameter, joined, joined=True)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:

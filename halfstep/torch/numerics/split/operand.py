@@ -1,6 +1,6 @@
 """What a layer multiplies of a split master, and who receives its gradient.
 
-`parameter.data` is the nearest bf16, which a bf16 matmul uses directly. Two attributes complete it:
+`parameter.data` is the nearest bf16, which a bf16 matmul uses directly. A `SplitMaster` completes it:
 
     remainder     what the bf16 leaves out, int16. A layer that computes in anything but bf16 joins the two.
     grad_owner    an fp32 leaf of the parameter's shape that takes no memory (one zero, expanded). Autograd
@@ -12,32 +12,50 @@ the gradient is rounded to bf16, then widened (torch 2.13). A hook on the parame
 at once; a hook of ours for each matrix would take a large part of a small backward pass.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from halfstep.core.formats import FP32, Format
 from halfstep.torch.numerics.cast import carried, join
 from halfstep.torch.numerics.provenance import transforming
 
-REMAINDER, GRAD_OWNER = "halfstep_remainder", "halfstep_grad_owner"
+SPLIT = "halfstep_split"
 # For our own code: `detach` of a half marks what it hands out to others (parameter.py).
 values_of: Any = torch._C.TensorBase.detach
 
 
+@dataclass(eq=False)
+class SplitMaster:
+    """What completes the bf16 half of a master, in the parameter's attribute `halfstep_split`."""
+
+    remainder: Tensor
+    grad_owner: Tensor
+    guard: RemovableHandle  # the hook that refuses a use outside of the layer (parameter.py)
+    noted: Any = None  # the writes that are known (writes.py)
+
+
 def is_split(tensor: Tensor) -> bool:
     """Whether a tensor is the bf16 half of a split master: a parameter, which has a class of its own."""
-    return type(tensor) is not Tensor and tensor.dtype is torch.bfloat16 and hasattr(tensor, GRAD_OWNER)
+    return type(tensor) is not Tensor and tensor.dtype is torch.bfloat16 and hasattr(tensor, SPLIT)
+
+
+def grad_owner_of(parameter: Tensor) -> Tensor:
+    """Returns the tensor whose gradient autograd computes instead of a parameter's: itself, if it is whole."""
+    half = getattr(parameter, SPLIT, None)
+    return parameter if half is None else half.grad_owner
 
 
 def operand_of(weight: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
     """Returns a weight's values (if `whole`, of a split one the master) and the tensor its gradient is for."""
-    values, owner = values_of(weight), getattr(weight, GRAD_OWNER, None)
-    if owner is None or weight.dtype != torch.bfloat16:
+    values, half = values_of(weight), getattr(weight, SPLIT, None)
+    if half is None or weight.dtype != torch.bfloat16:
         return values, weight
-    owner = owner if weight.requires_grad else values
-    return join(values, getattr(weight, REMAINDER)) if whole else values, owner
+    owner = half.grad_owner if weight.requires_grad else values
+    return join(values, half.remainder) if whole else values, owner
 
 
 def widen_parameter(weight: Tensor, whole: bool) -> Tensor:

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.core.errors import SplitMasterError
-from halfstep.torch.numerics.split.operand import GRAD_OWNER, REMAINDER, is_split
-from halfstep.torch.numerics.split.writes import DATA, WRITES, note_write, unwritten, watch
+from halfstep.torch.numerics.split.operand import SPLIT, SplitMaster, is_split
+from halfstep.torch.numerics.split.writes import DATA, note_write, unwritten, watch
 
-NAME, _GUARD = "halfstep_name", "halfstep_guard"
+NAME = "halfstep_name"  # a copy has it before it is a half again
 _GRAD: Any = torch._C.TensorBase.grad  # of a plain parameter
 _copies_run = ContextVar("copies_run", default=False)
 
@@ -48,10 +48,8 @@ def make_split(parameter: nn.Parameter, remainder: Tensor, name: str = "weight")
             )
 
     watched = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    setattr(parameter, _GUARD, parameter.register_hook(refuse_use))
+    setattr(parameter, SPLIT, SplitMaster(remainder, owner, parameter.register_hook(refuse_use)))
     parameter.grad_dtype = torch.float32
-    setattr(parameter, REMAINDER, remainder)
-    setattr(parameter, GRAD_OWNER, owner)
     setattr(parameter, NAME, name)
     if type(parameter) is nn.Parameter:
         parameter.__class__ = HalfOfSplitMaster
@@ -66,25 +64,25 @@ def _zeros(parameter: Tensor) -> Tensor:
 
 def _move_at_once(parameter: Tensor) -> None:
     """Moves gradients as they come, not when they are read: for a hook, or a parameter of another class."""
-    owner, weak = parameter.__dict__[GRAD_OWNER], weakref.ref(parameter)
+    owner, weak = parameter.__dict__[SPLIT].grad_owner, weakref.ref(parameter)
     if not owner._post_accumulate_grad_hooks:
         owner.register_post_accumulate_grad_hook(lambda _: None if (p := weak()) is None else _move(p))
 
 
 def _move(parameter: Tensor) -> None:
-    owner = parameter.__dict__.get(GRAD_OWNER)
-    if owner is not None and (grad := owner.grad) is not None:
-        owner.grad = None
+    half = parameter.__dict__.get(SPLIT)
+    if half is not None and (grad := half.grad_owner.grad) is not None:
+        half.grad_owner.grad = None
         _accumulate(parameter, grad)
 
 
 def take_grad(parameter: Tensor) -> Tensor | None:
     """Returns a parameter's gradient and leaves it none."""
-    owner = parameter.__dict__.get(GRAD_OWNER)
-    if owner is not None and _GRAD.__get__(parameter) is None:
-        grad: Tensor | None = owner.grad
+    half = parameter.__dict__.get(SPLIT)
+    if half is not None and _GRAD.__get__(parameter) is None:
+        grad: Tensor | None = half.grad_owner.grad
         if grad is not None and grad.stride() == parameter.stride():
-            owner.grad = None
+            half.grad_owner.grad = None
             return grad
     grad, parameter.grad = parameter.grad, None
     return grad
@@ -92,7 +90,7 @@ def take_grad(parameter: Tensor) -> Tensor | None:
 
 def _accumulate(parameter: Tensor, grad: Tensor) -> None:
     """Does what autograd does with the gradient of a leaf: runs hooks, adds, runs hooks."""
-    guard = getattr(parameter, _GUARD).id
+    guard = parameter.__dict__[SPLIT].guard.id
     for hook in [hook for key, hook in (parameter._backward_hooks or {}).items() if key != guard]:
         changed = hook(grad)
         grad = grad if changed is None else changed
@@ -107,10 +105,9 @@ def _accumulate(parameter: Tensor, grad: Tensor) -> None:
 def make_whole(parameter: nn.Parameter) -> None:
     """Removes from a parameter what `make_split` added; its data stay."""
     _move(parameter)
-    if (guard := parameter.__dict__.pop(_GUARD, None)) is not None:
-        guard.remove()
-    for name in (REMAINDER, GRAD_OWNER, WRITES, NAME):
-        parameter.__dict__.pop(name, None)
+    if (half := parameter.__dict__.pop(SPLIT, None)) is not None:
+        half.guard.remove()
+    parameter.__dict__.pop(NAME, None)
     if type(parameter) is HalfOfSplitMaster:
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
     parameter.grad_dtype = None  # any dtype: the default that it had before cannot be set again
@@ -155,13 +152,13 @@ class HalfOfSplitMaster(nn.Parameter):
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
-        if (owner := self.__dict__.get(GRAD_OWNER)) is not None:
-            owner.grad = None
+        if (half := self.__dict__.get(SPLIT)) is not None:
+            half.grad_owner.grad = None
         _GRAD.__set__(self, grad)
 
     def register_hook(self, hook: Any) -> Any:
         """Registers a hook, as torch does."""
-        if _GUARD in self.__dict__:
+        if SPLIT in self.__dict__:
             _move_at_once(self)
         return super().register_hook(hook)
 
@@ -218,7 +215,8 @@ class HalfOfSplitMaster(nn.Parameter):
 
     def _follow(self) -> None:
         """Moves the remainder and the owner of the gradient to where the data are now."""
-        remainder, owner = self.__dict__[REMAINDER], self.__dict__[GRAD_OWNER]
+        half = self.__dict__[SPLIT]
+        remainder, owner = half.remainder, half.grad_owner
         if (remainder.device, remainder.stride()) != (self.device, self.stride()):
             DATA.__set__(remainder, torch.empty_like(DATA.__get__(self), dtype=torch.int16).copy_(remainder))
         if owner.device != self.device:

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from halfstep.core.errors import SplitMasterError
 from halfstep.torch.numerics.cast import split
-from halfstep.torch.numerics.split.operand import REMAINDER, is_split
+from halfstep.torch.numerics.split.operand import SPLIT, is_split
 
-WRITES = "halfstep_writes"
 DATA: Any = torch._C.TensorBase.data  # of a plain parameter, which is not watched
-_VERSION, _POINTER, _NOTED = attrgetter("_version"), methodcaller("data_ptr"), attrgetter(WRITES)
+_VERSION, _POINTER, _NOTED = attrgetter("_version"), methodcaller("data_ptr"), attrgetter(f"{SPLIT}.noted")
 
 
 class _Handed(NamedTuple):
@@ -55,11 +54,11 @@ def note_write(parameter: Tensor) -> None:
 def note_writes(parameters: Sequence[Tensor]) -> None:
     """Does so for several, which are split."""
     for p, now in zip(parameters, _writes_of(parameters), strict=True):
-        noted = p.__dict__.get(WRITES)
+        noted = (half := p.__dict__[SPLIT]).noted
         if isinstance(noted, _Watched):
             alive = [h._replace(version=h.counter._version) for h in noted.handed if h.tensor() is not None]
             now = _Watched(now, alive) if alive else now
-        p.__dict__[WRITES] = now
+        half.noted = now
 
 
 def _writes_of(parameters: Sequence[Tensor]) -> list[Any]:
@@ -78,16 +77,17 @@ def watch(parameter: Tensor, tensor: Tensor, *, joined: bool = False) -> None:
         counter = tensor.detach()
         DATA.__set__(counter, tensor.new_empty(0))
     handed = _Handed(weakref.ref(tensor), counter, counter._version, joined)
-    noted = getattr(parameter, WRITES)
+    half = parameter.__dict__[SPLIT]
+    noted = half.noted
     if isinstance(noted, _Watched):
         noted.handed = [h for h in noted.handed if h.was_written() or h.tensor() is not None] + [handed]
     else:
-        setattr(parameter, WRITES, _Watched(noted, [handed]))
+        half.noted = _Watched(noted, [handed])
 
 
 def check_write(parameter: Tensor, name: str) -> None:
     """Refuses a split parameter that was written to by other code since `note_write`."""
-    noted = getattr(parameter, WRITES)
+    noted = _NOTED(parameter)
     if unwritten([parameter]):
         return
     edit = "write inside `with run.edit():`, where it is the whole fp32 master"
@@ -105,7 +105,8 @@ def check_write(parameter: Tensor, name: str) -> None:
 
 def accept_write(parameter: Tensor) -> None:
     """Takes what other code wrote to a split parameter as the whole number, also data in fp32."""
-    noted, remainder = getattr(parameter, WRITES), getattr(parameter, REMAINDER)
+    half = parameter.__dict__[SPLIT]
+    noted, remainder = half.noted, half.remainder
     if isinstance(noted, _Watched):
         through_data = any(not each.joined and each.was_written() for each in noted.handed)
         noted = None if through_data else noted.noted

@@ -16,7 +16,7 @@ from halfstep.torch.instruments.collect.updates import formula_of
 from halfstep.torch.instruments.collect.weights import weights_of
 from halfstep.torch.numerics.cast import join
 from halfstep.torch.numerics.dtypes import DTYPES
-from halfstep.torch.numerics.split.operand import REMAINDER
+from halfstep.torch.numerics.split.operand import SPLIT
 from halfstep.torch.optim.adamw import AdamW
 
 MODULES = sorted(path.stem for path in Path(collect.__file__).parent.glob("*.py") if path.stem != "__init__")
@@ -51,7 +51,7 @@ def test_masters_are_recognized(policy, split):
     run = prepare(model, optimizer, policy)
     assert is_split(model.weight) is split
     if split:
-        whole = join(model.weight.detach(), getattr(model.weight, REMAINDER))
+        whole = join(model.weight.detach(), getattr(model.weight, SPLIT).remainder)
         assert torch.equal(stored(model.weight).view(torch.float32), whole)
     (weight, _) = weights_of(model, run.optimizers)
     assert weight.master == ("fp32" if split else None)
