@@ -87,7 +87,7 @@ def _(good):
 def _(good):
     def cached_cast(parameter, compute):
         made = getattr(parameter, "halfstep_cast", None)
-        return good(parameter, compute) if made is None else made.cast
+        return good(parameter, compute) if made is None or made.cast is None else made.cast
 
     return cached_cast
 

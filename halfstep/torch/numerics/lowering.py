@@ -27,9 +27,7 @@ from halfstep.torch.numerics.cast import carried
 from halfstep.torch.numerics.provenance import recording, transforming
 from halfstep.torch.numerics.split.operand import is_split, route_gradient, widen_parameter
 
-# Attributes of an fp32 parameter: the dtype that a layer casts it to, and that cast, while an update has it
-# (update/weight_casts.py).
-CASTED_TO, CAST = "halfstep_casted_to", "halfstep_cast"
+CAST = "halfstep_cast"  # an attribute of an fp32 parameter: a `CachedCast`
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -105,7 +103,9 @@ def cached_cast(parameter: Tensor, compute: torch.dtype) -> Tensor:
     if parameter.dtype is not compute:
         made: CachedCast | None = parameter.__dict__.get(CAST)
         if made is None:
-            setattr(parameter, CASTED_TO, compute)
+            setattr(parameter, CAST, CachedCast(compute))
+        elif made.cast is None:
+            made.dtype = compute
         elif made.cast.dtype is compute:
             made.taken = True
             if made.version == parameter._version and made.pointer == parameter.data_ptr():
@@ -114,11 +114,19 @@ def cached_cast(parameter: Tensor, compute: torch.dtype) -> Tensor:
 
 
 class CachedCast:
-    """A cast of a parameter, valid until the parameter is written to."""
+    """The dtype that a layer casts a parameter to, and while an update has it (update/weight_casts.py), that cast.
 
-    __slots__ = ("cast", "pointer", "taken", "version")
+    The cast is valid until the parameter is written to.
+    """
 
-    def __init__(self, parameter: Tensor, cast: Tensor):
+    __slots__ = ("cast", "dtype", "pointer", "taken", "version")
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+        self.cast: Tensor | None = None
+
+    def hold(self, cast: Tensor, parameter: Tensor) -> None:
+        """Keeps the cast of the parameter as it is now."""
         self.cast = cast
         self.taken = False  # by a layer
         self.version, self.pointer = parameter._version, parameter.data_ptr()

@@ -13,7 +13,7 @@ one through `parameter.data`, which torch does not count, must not happen inside
 import torch
 from torch import Tensor
 
-from halfstep.torch.numerics.lowering import CAST, CASTED_TO, CachedCast
+from halfstep.torch.numerics.lowering import CAST
 from halfstep.torch.update.buffers import Contents
 
 
@@ -31,7 +31,7 @@ class WeightCasts:
     def make(self) -> None:
         """Casts every marked parameter."""
         listed = self.contents.parameters
-        marks = [p.__dict__.get(CASTED_TO) for p in listed]
+        marks = [None if (mark := p.__dict__.get(CAST)) is None else mark.dtype for p in listed]
         if marks != self._marks or listed is not self._listed:
             groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
             for p, dtype in zip(listed, marks, strict=True):
@@ -43,18 +43,20 @@ class WeightCasts:
             casts = [torch.empty_like(p, dtype=dtype) for p in parameters]
             torch._foreach_copy_(casts, parameters)
             for p, cast in zip(parameters, casts, strict=True):
-                p.__dict__[CAST] = CachedCast(p, cast)
+                p.__dict__[CAST].hold(cast, p)
             self._casted += parameters
 
     def drop(self) -> None:
         """Forgets the casts; a backward pass that needs one still holds it. An unused one loses its mark."""
         for p in self._casted:
-            if not p.__dict__.pop(CAST).taken:
-                p.__dict__.pop(CASTED_TO, None)
+            made = p.__dict__[CAST]
+            made.cast = None
+            if not made.taken:
+                del p.__dict__[CAST]
         self._casted = []
 
     def unmark(self) -> None:
         """Removes every trace from the parameters."""
         self.drop()
         for p in self.contents.parameters:
-            p.__dict__.pop(CASTED_TO, None)
+            p.__dict__.pop(CAST, None)

@@ -13,6 +13,7 @@ from halfstep.core.roles import Param
 from halfstep.torch import kernels
 from halfstep.torch.kernels import CAPTURED
 from halfstep.torch.numerics.cast import carried, join, split
+from halfstep.torch.numerics.split.parameter import make_split
 from halfstep.torch.optim import adamw as optim
 from halfstep.torch.optim.masters import Masters
 from tests.torch.nets import same
@@ -167,6 +168,7 @@ def optimizer_of(params, *, held, moments):
     if held == "split":
         for p, name in names.items():
             p.data, remainders[name] = split(p.data)
+            make_split(p, remainders[name])
     made = optim.AdamW([{"params": params[:1], "lr": 0.1}, {"params": params[1:]}], weight_decay=0.1)
     masters = Masters(names, dict.fromkeys(names.values(), Param(FP32, split=held == "split")), remainders)
     made.bind(masters, dict.fromkeys(names.values(), moments), FP32, emulate=False)
@@ -216,6 +218,7 @@ def test_parameters_that_are_held_differently_are_distinguished():
         for p, (halved, _) in zip(params, forms, strict=True):
             if halved:
                 p.data, remainders[names[p]] = split(p.data)
+                make_split(p, remainders[names[p]])
         held = {names[p]: Param(FP32, split=halved) for p, (halved, _) in zip(params, forms, strict=True)}
         made = optim.AdamW(params, lr=0.1)
         moments = {names[p]: fmt for p, (_, fmt) in zip(params, forms, strict=True)}

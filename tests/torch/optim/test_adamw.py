@@ -9,6 +9,7 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP32
 from halfstep.core.roles import Param
 from halfstep.torch.numerics.cast import split
+from halfstep.torch.numerics.split.parameter import make_split
 from halfstep.torch.optim import muon, newton_schulz
 from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.optim.masters import Masters
@@ -79,6 +80,7 @@ def test_a_bf16_master_is_rounded_once_and_a_split_one_takes_the_steps_of_fp32(k
     whole = parameter(6, 5)
     hi, lo = split(whole.detach())
     half = torch.nn.Parameter(hi)
+    make_split(half, lo)
     ours, theirs = kind([("w", half)], lr=0.01, weight_decay=0.1), kind([("w", whole)], lr=0.01, weight_decay=0.1)
     masters = Masters({half: "w"}, {"w": Param(FP32, split=True)}, {"w": lo})
     ours.bind(masters, {"w": FP32}, FP32, emulate=False)

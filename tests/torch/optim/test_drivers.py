@@ -11,6 +11,7 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP32
 from halfstep.core.roles import Param
 from halfstep.torch.numerics.cast import split
+from halfstep.torch.numerics.split.parameter import make_split
 from halfstep.torch.optim import drivers
 from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.optim.drivers import FusedDriver, SyncDriver, check_optimizers, driver_of
@@ -30,7 +31,7 @@ def whole():
 def half():
     hi, lo = split(draw(6, 4))
     p = nn.Parameter(hi)
-    p.grad_dtype = torch.float32
+    make_split(p, lo)
     return p, Masters({p: "w"}, {"w": Param(FP32, split=True)}, {"w": lo})
 
 

@@ -8,6 +8,8 @@ from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import BF16, FP32
 from halfstep.core.roles import Param
 from halfstep.torch.numerics.cast import split
+from halfstep.torch.numerics.split.operand import values_of
+from halfstep.torch.numerics.split.parameter import make_split
 from halfstep.torch.optim.ema import Averages
 from halfstep.torch.optim.masters import Masters
 from tests.torch.nets import draw, same
@@ -19,6 +21,7 @@ def halves(seed=0):
     number = draw(5, 7, seed=seed)
     hi, lo = split(number)
     p = nn.Parameter(hi)
+    make_split(p, lo)
     return p, Masters({p: "w"}, {"w": Param(FP32, split=True)}, {"w": lo}), number
 
 
@@ -97,7 +100,7 @@ def test_averages_are_used_as_masters_are_held_and_the_masters_come_back_exactly
     averages = Averages(masters, [p], 0.5)
     masters.assign([p], [draw(*p.shape, seed=9)], COUNT)
     averages.update(torch.ones(()))
-    average, before = averages.named()["w"].clone(), p.detach().clone()
+    average, before = averages.named()["w"].clone(), values_of(p).clone()
     remainder = masters.remainders["w"].clone() if held == "split" else None
     with averages.swap_in(COUNT):
         assert p.dtype == before.dtype
