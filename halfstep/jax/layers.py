@@ -25,7 +25,7 @@ from halfstep.core.precision import Precision
 from halfstep.jax.fp8 import PREFIX
 from halfstep.jax.jaxpr import COMPILER_OPTIONS as COMPILER_OPTIONS
 from halfstep.jax.numerics.cast import carried, quantize
-from halfstep.jax.numerics.dtypes import as_device, describe, dtype_of
+from halfstep.jax.numerics.dtypes import default_device, describe, dtype_of
 from halfstep.jax.numerics.lowering import Casts, casts_of
 from halfstep.jax.numerics.matmul import (
     as_dimensions,
@@ -208,10 +208,6 @@ class CastedLinear(Layer):
         amaxes = params.get(f"{PREFIX}{self.name}")
         return linear(x, self.parameter(params, "weight"), bias, self.casts, amaxes=amaxes)
 
-    def __repr__(self) -> str:
-        form = " emulated" if self.precision.emulate else ""
-        return f"CastedLinear({self.name}, {self.precision.operand.format} operands{form})"
-
 
 class Norm(Layer):
     """Root-mean-square or layer normalization, an island."""
@@ -220,14 +216,14 @@ class Norm(Layer):
         self,
         name: str,
         precision: Precision,
-        kind: str = "rms",
-        gain: bool = True,
+        kind: str,
+        gain: bool,
         bias: bool = False,
-        eps: float | None = None,
+        *,
+        eps: float,
     ):
         super().__init__(name, precision)
-        self.kind = kind
-        self.eps = eps or (1e-5 if kind == "layer" else 1e-6)
+        self.kind, self.eps = kind, eps
         self.has_gain = gain
         self.has_bias = bias and gain and kind == "layer"
 
@@ -237,10 +233,6 @@ class Norm(Layer):
             bias = self.parameter(params, "bias") if self.has_bias else None
             return layer_norm(x, gain, bias, self.casts, self.eps)
         return rms_norm(x, gain, self.casts, self.eps)
-
-    def __repr__(self) -> str:
-        inside, out = self.precision.norm, self.precision.compute
-        return f"Norm({self.name}, {self.kind}, {inside} inside, {out} out)"
 
 
 def _to_island_format(x: Array, fmt: Format) -> Array:
@@ -343,8 +335,7 @@ def _has_cudnn_attention(q: Array) -> bool:
     fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
     if not fits or q.dtype not in (dtype_of(BF16), dtype_of(FP16)):
         return False
-    config: Any = jax.config
-    device = as_device(config.jax_default_device or jax.local_devices()[0])
+    device = default_device()
     return device.platform == "gpu" and describe(device).kind == "nvidia"
 
 
@@ -375,8 +366,8 @@ def _negative_log_likelihood(logits: Array, targets: Array, softcap: float, bits
 def _likelihood_forward(
     logits: Array, targets: Array, softcap: float, bits: int
 ) -> tuple[Array, tuple[Array, Array, Array]]:
-    log_sum = jax.nn.logsumexp(_cap(logits, softcap), axis=-1)
-    pick_numbers = _cap(jnp.take_along_axis(logits, targets[..., None], axis=-1), softcap)[..., 0]
+    log_sum = jax.nn.logsumexp(cap_logits(logits, softcap), axis=-1)
+    pick_numbers = cap_logits(jnp.take_along_axis(logits, targets[..., None], axis=-1), softcap)[..., 0]
     return jnp.sum(log_sum - pick_numbers), (logits, targets, log_sum)
 
 
@@ -384,7 +375,7 @@ def _likelihood_backward(
     softcap: float, bits: int, kept: tuple[Array, Array, Array], g: Array
 ) -> tuple[Array, None]:
     logits, targets, log_sum = kept
-    capped = _cap(logits, softcap)
+    capped = cap_logits(logits, softcap)
     hit = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == targets[..., None]
     grad = (jnp.exp(capped - log_sum[..., None]) - hit.astype(jnp.float32)) * g
     if softcap:
@@ -414,6 +405,7 @@ def _draw_words(logits: Array, targets: Array) -> Array:
     return ~((h ^ (h >> 16))[..., None] + column * golden)
 
 
-def _cap(logits: Array, softcap: float) -> Array:
+def cap_logits(logits: Array, softcap: float) -> Array:
+    """Returns logits in fp32, after the softcap if there is one."""
     logits = logits.astype(jnp.float32)
     return softcap * jnp.tanh(logits / softcap) if softcap else logits

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any
 
 import jax
@@ -69,15 +70,12 @@ def measure(
     """Times matmuls in each format, which must be supported, for at most `budget` seconds after compiling."""
     device, formats = as_device(device), list(formats)
     check_measurable(formats, str(device), lambda fmt: supported(fmt, device))
-    bench = _Bench(device)
-    on_cpu = bench.device.platform == "cpu"
-    formats = [FP32, *(fmt for fmt in formats if fmt != FP32)]
     if shapes is None:
-        shapes = CPU_SHAPES if on_cpu else ACCELERATOR_SHAPES
-    for fmt in formats:
-        for shape in shapes:
-            bench.prepare(fmt, shape)
-    return climb(lambda *key: bench.prepared[key], formats, shapes, budget=budget, clock=clock)
+        shapes = CPU_SHAPES if device.platform == "cpu" else ACCELERATOR_SHAPES
+    compiled = cache(_Bench(device).start)
+    for fmt, shape in product(dict.fromkeys([FP32, *formats]), shapes):
+        compiled(fmt, shape)
+    return climb(compiled, formats, shapes, budget=budget, clock=clock)
 
 
 def measure_block(
@@ -172,16 +170,15 @@ class _Bench:
     def __init__(self, device: jax.Device):
         self.device = device
         self.generator = np.random.default_rng(0)
-        self.prepared: dict[tuple[Format, Shape], Run] = {}
 
-    def prepare(self, fmt: Format, shape: Shape) -> None:
+    def start(self, fmt: Format, shape: Shape) -> Run:
         m, k, n = shape
         a, b = (
             self._put(self._random(*size).astype(dtype))
             for size, dtype in zip(((m, k), (n, k)), _dtypes(fmt), strict=True)
         )
         multiply = _matmul(fmt).lower(a, b).compile()
-        self.prepared[fmt, shape] = self._repeated(lambda: multiply(a, b))
+        return self._repeated(lambda: multiply(a, b))
 
     def start_block(self, fmt: Format, model: ModelConfig, tokens: int) -> Run:
         context = min(model.context, tokens)

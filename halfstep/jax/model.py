@@ -29,10 +29,10 @@ from halfstep.jax.layers import (
     Params,
     attention,
     broadcast,
+    cap_logits,
     cross_entropy,
     linear,
     pointwise,
-    rms_norm,
     rotate,
     round_result,
     to_compute,
@@ -107,8 +107,7 @@ class Decoder(Layer):
 
     def capped(self, logits: Array) -> Array:
         """Returns logits as the loss sees them: in fp32, after the softcap."""
-        cap, logits = self.config.softcap, logits.astype(jnp.float32)
-        return cap * jnp.tanh(logits / cap) if cap else logits
+        return cap_logits(logits, self.config.softcap)
 
     def module_names(self) -> list[str]:
         """Returns the names that rules match."""
@@ -176,8 +175,9 @@ class Attention(Layer):
         self.q, self.k, self.v, self.o = (
             CastedLinear(f"{name}.{part}", at(f"{name}.{part}"), config.bias) for part in "qkvo"
         )
+        gain, eps = config.qk_norm == "gain", config.epsilon_of("rms")
         self.q_norm, self.k_norm = (
-            HeadNorm(config, f"{name}.{part}", at(f"{name}.{part}")) for part in ("q_norm", "k_norm")
+            Norm(f"{name}.{part}", at(f"{name}.{part}"), "rms", gain, eps=eps) for part in ("q_norm", "k_norm")
         )
 
     def __call__(
@@ -252,19 +252,6 @@ class Head(Layer):
         return linear(x_BTD, weight, None, self.casts, amaxes=params.get(f"{PREFIX}{self.name}"))
 
 
-class HeadNorm(Layer):
-    """Root-mean-square normalization of each head's features."""
-
-    def __init__(self, config: ModelConfig, name: str, precision: Precision):
-        super().__init__(name, precision)
-        self.has_gain = config.qk_norm == "gain"
-        self.eps = config.epsilon_of("rms")
-
-    def __call__(self, params: Params, x_BHTK: Array) -> Array:
-        gain = self.parameter(params, "weight") if self.has_gain else None
-        return rms_norm(x_BHTK, gain, self.casts, self.eps)
-
-
 def rope_tables(config: ModelConfig) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Returns cos and sin of position * base^(-2i/K), twice side by side, in fp32 of angles in fp64, in numpy."""
     half = config.size_of_head // 2
@@ -286,8 +273,7 @@ _NONLINEARITIES: dict[str, Callable[[Array], Array]] = {
 
 
 def _norm(config: ModelConfig, name: str, at: At) -> Norm:
-    eps = config.epsilon_of(config.norm)
-    return Norm(name, at(name), config.norm, config.norm_gain, config.bias, eps)
+    return Norm(name, at(name), config.norm, config.norm_gain, config.bias, eps=config.epsilon_of(config.norm))
 
 
 def _is_product(primitive: Any, *_: Any, **__: Any) -> bool:

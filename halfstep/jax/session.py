@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from halfstep.config.model import parameter_shapes, reach
@@ -44,7 +44,7 @@ from halfstep.jax.numerics import memory
 from halfstep.jax.numerics.dtypes import as_device, as_devices, describe
 from halfstep.jax.optim.masters import hold, widen_masters
 from halfstep.jax.optim.optimizers import build_optimizers, names_in_state
-from halfstep.jax.parallel import check_divides, place_rows
+from halfstep.jax.parallel import check_divides, map_devices, place_rows
 from halfstep.jax.run import StepResult, Weighted, check, compile_step, first_state, make_step
 from halfstep.jax.state import bytes_of, load_state_dict, restored, state_dict, stored
 
@@ -88,10 +88,11 @@ class Session(Shell):
         with self._on_device():
             params = jax.device_put(params, self.device)
             self._check_policies(policy, lambda later: apply(params, later, names))
+            measured = first_choice(policy)
+            if measured is None:
+                measured = measure_products(self._products(apply(params, policy, names)))
             given: dict[str, Any] = {"names": names, "mesh": self.mesh, "ema": config.training.ema}
-            if first_choice(policy) is None:
-                given["measured"] = measure_products(self._products(apply(params, policy, names)))
-            self.run = first_state(params, optimizer, policy, seed=config.seed, **given)
+            self.run = first_state(params, optimizer, policy, seed=config.seed, measured=measured, **given)
         self._optimizer, self._moments = optimizer, names_in_state(config.model, config.optimizer)
         self._build_functions(self.run.measured)
         self._build_step()
@@ -114,7 +115,7 @@ class Session(Shell):
         plain, policy = self._base_model, self.policy
         self.model = plain.with_policy(policy, measured)
         evaluated = partial(_call_in_fp32, plain.with_policy(policy.evaluation(), measured).loss)
-        shared = evaluated if self.mesh is None else _share_rows(evaluated, self.mesh)
+        shared = evaluated if self.mesh is None else _sum_over_rows(evaluated, self.mesh)
         self._evaluated = jax.jit(shared, compiler_options=COMPILER_OPTIONS)
         self._evaluated_by_one = jax.jit(evaluated, compiler_options=COMPILER_OPTIONS)
         self._next = jax.jit(partial(_call_in_fp32, self._logits_at), compiler_options=COMPILER_OPTIONS)
@@ -314,14 +315,11 @@ def _call_in_fp32(fn: Callable[..., Array], params: Mapping[str, Array], *rest: 
         return fn({name: master.astype(jnp.float32) for name, master in params.items()}, *rest)
 
 
-def _share_rows(loss: Callable[..., Array], mesh: Mesh) -> Callable[..., Array]:
+def _sum_over_rows(loss: Callable[..., Array], mesh: Mesh) -> Callable[..., Array]:
     """Returns a function of the same sum of losses, to which each device adds that of its rows."""
-    rows, whole = PartitionSpec(mesh.axis_names), PartitionSpec()
 
-    def total(params: Mapping[str, Array], *tokens: Array) -> Array:
-        return lax.psum(loss(params, *tokens), mesh.axis_names)
+    def total(params: Mapping[str, Array], tokens: Sequence[Array], _: Any) -> tuple[Array, None]:
+        return lax.psum(loss(params, *tokens), mesh.axis_names), None
 
-    out: Callable[..., Array] = jax.shard_map(
-        total, mesh=mesh, in_specs=(whole, rows, rows), out_specs=whole, check_vma=False
-    )
-    return out
+    mapped = map_devices(total, mesh, micro_batches=None)
+    return lambda params, *tokens: mapped(params, tokens, None)[0]

@@ -138,7 +138,8 @@ def state_dict(state: State) -> dict[str, Array]:
     arrays = {f"model.{name}": _as_numbers(leaf) for name, leaf in Leaves(state.params).values.items()}
     arrays |= {f"remainder.{name}": lo for name, lo in state.remainders.items()}
     arrays |= {f"{PREFIX}{name}": history for name, history in state.amaxes.items()}
-    arrays |= {f"{NARROW}{name}": jnp.asarray(flag, jnp.uint8) for name, flag in _narrow_layers(state).items()}
+    narrow = {} if state.measured is None else state.measured.narrow  # a resumed run must not measure again
+    arrays |= {f"{NARROW}{name}": jnp.asarray(flag, jnp.uint8) for name, flag in narrow.items()}
     arrays |= {name: _as_numbers(leaf) for name, leaf in _optimizer(state).items()}
     arrays |= {f"scale.{part}": value for part, value in state.scale._asdict().items()} | to_state(state.ema)
     return arrays | {"applied": state.num_applied}
@@ -203,11 +204,6 @@ def _optimizer(state: State) -> dict[str, Any]:
             parts = [*where, name, moment]
         named[".".join(["optimizer", *parts])] = leaf
     return named
-
-
-def _narrow_layers(state: State) -> Mapping[str, bool]:
-    """Returns which of the measured layers are narrow: a resumed run must not measure them again."""
-    return {} if state.measured is None else state.measured.narrow
 
 
 def _adopt_measured(state: State, given: Mapping[str, Any]) -> Measured | None:

@@ -23,7 +23,7 @@ from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions
 from halfstep.core.refusal import check_formats, check_implemented, check_reach
 from halfstep.core.roles import Accumulator, Operand, Param, Value
-from halfstep.jax.numerics.dtypes import as_device, supported
+from halfstep.jax.numerics.dtypes import default_device, supported
 from halfstep.jax.numerics.lowering import NATIVE
 from halfstep.jax.pytree import NamedTree
 
@@ -138,8 +138,7 @@ class Leaves(NamedTree):
         for leaf in self.trained.values():
             if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
                 return min(leaf.devices(), key=lambda device: device.id)
-        config: Any = jax.config
-        return as_device(config.jax_default_device or jax.local_devices()[0])
+        return default_device()
 
 
 def modules_of(names: Iterable[str]) -> list[str]:

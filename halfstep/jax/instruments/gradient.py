@@ -285,13 +285,12 @@ class Watched:
     weights: tuple[str | None, ...]  # the parameter of each layer; None of a slice of one, or of none
     sites: tuple[Site, ...]
     index: tuple[int, ...]  # the layers of the sites in order, one per turn of their loops
-    parameters: tuple[str, ...]
 
     @classmethod
     def of(cls, sites: Sequence[Site], applied: Applied) -> "Watched":
         """Names the layers of a function that runs under a policy."""
         by_module, base = applied.by_module(applied.modules), base_precision(applied.policy)
-        layers, parameters = dict[str, LayerInfo](), tuple(applied.masters)
+        layers = dict[str, LayerInfo]()
         weights: dict[str, str | None] = {}
         index = []
         for site in sites:
@@ -303,7 +302,7 @@ class Watched:
                 layers.setdefault(name, LayerInfo(name, site.kind, formats))
                 weights.setdefault(name, site.weight if name == site.name else None)
                 index.append([*layers].index(name))
-        return cls(tuple(layers.values()), tuple(weights.values()), tuple(sites), tuple(index), parameters)
+        return cls(tuple(layers.values()), tuple(weights.values()), tuple(sites), tuple(index))
 
     def numbers(self, reported: Sequence[Array]) -> Array:
         """Returns (layers, roles, columns) of what the slots of all sites report."""

@@ -44,10 +44,10 @@ class UnreadUpdates(Unread):
 
     def read(self) -> NDArray[np.floating[Any]]:
         """Returns (layers, WEIGHT_COLUMNS) of the update that followed the request; waits for it."""
-        layers, watched = self.monitor.layers, self.monitor.watched
+        layers = self.monitor.layers
         if self.array is None:
             return np.full((len(layers), len(WEIGHT_COLUMNS)), np.nan)
-        rows = dict(zip(watched.parameters, super().read(), strict=True))
+        rows = {name: np.asarray(row, np.float64) for name, row in jax.device_get(self.array).items()}
         # The parameters of a layer are those of its module; a slice of one parameter has none.
         return np.array(
             [_weight_numbers([row for name, row in rows.items() if owner(name) == each.name]) for each in layers]
@@ -72,7 +72,7 @@ class Monitor:
         """The layers, in the order of the numbers; known once the step has been traced, by its first call."""
         return self.watched.layers if self.watched is not None else ()
 
-    def add(self, layers: Array, updates: Array) -> None:
+    def add(self, layers: Array, updates: Mapping[str, Array]) -> None:
         """Takes in what one step reports, without waiting for it."""
         self._sum = layers if self._sum is None else _merge(self._sum, layers)
         if self._pending is not None:
@@ -88,9 +88,7 @@ class Monitor:
         self._pending = UnreadUpdates(monitor=self)
         return self._pending
 
-    def describe(
-        self, reported: Sequence[Array], masters: Mapping[str, Array], size: int = SAMPLE
-    ) -> dict[str, dict[str, Sample]]:
+    def describe(self, reported: Sequence[Array], masters: Mapping[str, Array]) -> dict[str, dict[str, Sample]]:
         """Returns {layer: {role: sample}} of whole tensors, which the slots of all sites report."""
         assert self.watched is not None
         samples: dict[str, dict[str, Any]] = {info.name: {} for info in self.watched.layers}
@@ -106,7 +104,7 @@ class Monitor:
                     samples[info.name][role] = observation if before is None else before + observation
         for info, weight in zip(self.watched.layers, self.watched.weights, strict=True):
             if weight is not None and weight in masters:
-                rows = _sample_rows(masters[weight], size)
+                rows = _sample_rows(masters[weight])
                 samples[info.name]["weight"] = Observation.of(rows, info.format("weight"))
         return {
             name: {role: observation.sample() for role, observation in roles.items()}
@@ -122,8 +120,8 @@ def update_sums(
     factor: Array,
     finite: Array,
     size: int,
-) -> Array:
-    """Returns sums over a slice of each parameter, a row for each; NaN for what a skipped step lost.
+) -> dict[str, Array]:
+    """Returns sums over a slice of each parameter; NaN for what a skipped step lost.
 
     The columns: squares of the weight, its gradient and its update, updates that are intended, and that were lost.
     """
@@ -131,14 +129,14 @@ def update_sums(
     def part(x: Array) -> Array:
         return x.reshape(-1)[:size].astype(jnp.float32)
 
-    rows = []
+    rows = {}
     for name, before in old.items():
         start, end, moved = part(before), part(new[name]), part(intended[name]) != 0
         squares = (start, part(grads[name]) * factor, jnp.where(finite, end - start, 0.0))
         lost = jnp.where(finite, jnp.sum(moved & (end == start), dtype=jnp.float32), jnp.nan)
         sums = [jnp.sum(jnp.square(x)) for x in squares]
-        rows.append(jnp.stack([*sums, jnp.sum(moved, dtype=jnp.float32), lost]))
-    return jnp.stack(rows)
+        rows[name] = jnp.stack([*sums, jnp.sum(moved, dtype=jnp.float32), lost])
+    return rows
 
 
 def first_rows(batch: Any, share: float) -> Any:
@@ -161,7 +159,7 @@ def _weight_numbers(rows: Sequence[NDArray[np.floating[Any]]]) -> NDArray[np.flo
     return np.array([math.sqrt(weight), math.sqrt(gradient), math.sqrt(update), share])
 
 
-def _sample_rows(array: Array, size: int) -> NDArray[np.float32]:
+def _sample_rows(array: Array) -> NDArray[np.float32]:
     width = array.shape[-1] if array.ndim else 1
-    rows = max(1, min(array.size, size) // width)
+    rows = max(1, min(array.size, SAMPLE) // width)
     return np.asarray(jax.device_get(array.reshape(-1, width)[:rows].astype(jnp.float32)))

@@ -103,6 +103,12 @@ def as_device(device: jax.Device | str) -> jax.Device:
     return as_devices(device)[0] if isinstance(device, str) else device
 
 
+def default_device() -> jax.Device:
+    """Returns the device that JAX computes on unless it is told otherwise."""
+    config: Any = jax.config
+    return as_device(config.jax_default_device or jax.local_devices()[0])
+
+
 def as_devices(device: str) -> list[jax.Device]:
     """Returns the devices of this process that a name means: one, or several as in `cuda:0-3`."""
     match = _NAME.fullmatch(device)

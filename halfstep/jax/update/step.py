@@ -38,7 +38,7 @@ class StepResult:
     stuck: Array  # bool: not finite, and the scale is at its floor
     aux: Any = None  # what else the loss function returned; stacked by device of a mesh, and by micro-batch
     layers: Any = None  # with a monitor: the numbers of its layers
-    updates: Any = None  # with a monitor: sums over a slice of each parameter
+    updates: Any = None  # with a monitor: sums over a slice of each parameter, by name
 
 
 @jax.tree_util.register_dataclass
@@ -63,7 +63,7 @@ Gradient = Callable[[dict[str, Array], Any, Any], tuple[Any, tuple[Any, Any, Any
 """(masters, batch, rng) -> gradients; loss, weight, and what else the function returned; a monitor's numbers"""
 
 
-UpdateReport = Callable[..., Array]
+UpdateReport = Callable[..., dict[str, Array]]
 """(old masters, new, intended updates, scaled gradients, what unscales them, finite) -> a monitor's numbers"""
 
 
@@ -114,9 +114,9 @@ def accumulate(
         return (added._replace(amaxes=jax.tree.map(jnp.maximum, sums.amaxes, more.amaxes)), first), own
 
     zero = jnp.float32(0)
-    zeros = {name: jnp.zeros(x.shape, dtype_of(fmt)) for name, x in masters.items()}
     amaxes = {name: jnp.zeros(x.shape) for name, x in masters.items() if name.startswith(PREFIX)}
-    nothing = Sums({name: x for name, x in zeros.items() if name not in amaxes}, zero, zero, amaxes)
+    grads = {name: jnp.zeros(x.shape, dtype_of(fmt)) for name, x in masters.items() if name not in amaxes}
+    nothing = Sums(grads, zero, zero, amaxes)
     (sums, first), own = lax.scan(body, (nothing, zero), (jnp.arange(count), batch))
     return sums, first, own
 
