@@ -43,13 +43,13 @@ from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.measure import Product, time_product_once
 from halfstep.jax.optim.masters import hold, narrow_moments, widen_masters
 from halfstep.jax.parallel import check_mesh, check_placed, map_devices, place_rows, replicated, sum_over_devices
+from halfstep.jax.pytree import check_transform
 from halfstep.jax.state import Origin, State, check_measured, check_state
 from halfstep.jax.update.checks import (
     Progress,
     check_micro_batches,
     check_not_in_shard_map,
     check_optimizer,
-    check_transform,
     measured_choice,
     unpack_train_state,
 )

@@ -26,7 +26,6 @@ from halfstep.core.refusal import check_numbers
 from halfstep.core.roles import print_value
 from halfstep.core.scaling import stuck_error
 from halfstep.mlx.convert.apply import apply, restore, set_precision
-from halfstep.mlx.convert.places import Place, arrays, public
 from halfstep.mlx.instruments import nonfinite
 from halfstep.mlx.instruments.collect.audit import STEPS
 from halfstep.mlx.instruments.coverage import record
@@ -34,7 +33,7 @@ from halfstep.mlx.instruments.monitor import Monitor
 from halfstep.mlx.instruments.prepared import audit_updates, prepared_record
 from halfstep.mlx.numerics.dtypes import describe
 from halfstep.mlx.parallel.ranks import TIMEOUT, ranks_of
-from halfstep.mlx.state import Live, load_state, state_of
+from halfstep.mlx.state import load_state, state_of
 from halfstep.mlx.update.checks import check_parts, measured_choice, resolve_compile
 from halfstep.mlx.update.step import Engine, LossFn, StepResult
 
@@ -169,13 +168,12 @@ class Run(Engine):
     def state_dict(self) -> dict[str, mx.array]:
         """Returns every array that the next step depends on, by name: mx.save_safetensors takes them."""
         self._check_held()
-        return state_of(self._state())
+        return state_of(self)
 
     def load_state_dict(self, state: Mapping[str, mx.array]) -> None:
         """Restores a state, bit for bit. One of another model, optimizer or precision is refused whole."""
         self._check_open()
-        load_state(self._state(), state, self.policy.scale)
-        self.masters.note_writes()
+        load_state(self, state)
         self.forget()
 
     def monitor(self, every: int = 100, slice: int = SLICE) -> Monitor:
@@ -189,13 +187,12 @@ class Run(Engine):
         check_numbers(every=every, slice=slice)
         if self.watching is None:
             self.watching = Monitor(self, every, slice)
-        assert isinstance(self.watching, Monitor)
         if (self.watching.every, self.watching.slice) != (every, slice):
             raise RunStateError(
                 f"the run is monitored already, with slices of {self.watching.slice}",
                 hint="call run.monitor once, before the first step",
             )
-        return self.watching
+        return self.watching  # type: ignore[no-any-return]
 
     def coverage(self, loss_fn: LossFn, batch: Any) -> Coverage:
         """Runs a batch once, without lasting effects, and lists how each function of the model's own code ran."""
@@ -239,17 +236,7 @@ class Run(Engine):
 
     def summary(self) -> str:
         """Describes what was converted and what was not, with reasons."""
-        return "\n".join(summarize(self))
-
-    def _state(self) -> Live:
-        averages = {} if self.averages is None else self.averages.arrays
-        return Live(self._places(), self.masters.remainders, self.scalars, averages)
-
-    def _places(self) -> dict[str, Place]:
-        places = {f"model.{name}": place for name, place in arrays(self.model).items() if public(name)}
-        for index, optimizer in enumerate(self.optimizers):
-            places |= {f"optimizer.{index}.{name}": place for name, place in arrays(optimizer.state).items()}
-        return places
+        return "\n".join(_summarize(self))
 
 
 def summarize(run: Any) -> Iterator[str]:

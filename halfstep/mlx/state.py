@@ -9,7 +9,7 @@ Names are those of core.state_format, and for what only MLX has:
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -17,9 +17,9 @@ import numpy as np
 from halfstep.core import state_format
 from halfstep.core.averages import PREFIX, to_state
 from halfstep.core.errors import StateError
-from halfstep.core.scaling import Scale, ScaleState, saved_scale
+from halfstep.core.scaling import ScaleState, saved_scale
 from halfstep.core.state_format import Description, Stored, check_same, find_dtype
-from halfstep.mlx.convert.places import Place
+from halfstep.mlx.convert.places import Place, arrays, public
 from halfstep.mlx.numerics.cast import join
 from halfstep.mlx.optim.masters import Masters
 
@@ -31,42 +31,43 @@ DTYPE_NAMES = {
 _DTYPES = {name: (dtype, carrier) for dtype, (name, carrier) in DTYPE_NAMES.items()}
 
 
-class Live(NamedTuple):
-    """Where a run keeps the arrays that its next step depends on."""
-
-    places: dict[str, Place]  # of the model and of the optimizer, by the names of core.state_format
-    remainders: dict[str, mx.array]  # of split masters, by parameter
-    scalars: dict[str, mx.array]  # the state of the scale, and `applied`
-    averages: dict[str, mx.array]  # of the masters, by parameter
-
-
-def state_of(live: Live) -> dict[str, mx.array]:
+def state_of(run: Any) -> dict[str, mx.array]:
     """Returns every array that the next step depends on: the live ones, not copies."""
-    state = {name: place.array for name, place in live.places.items()}
-    state |= {f"remainder.{name}": array for name, array in live.remainders.items()}
-    state |= {f"scale.{field}": live.scalars[field] for field in ScaleState._fields}
-    state |= to_state(live.averages)
-    state["applied"] = live.scalars["applied"]
+    state = {name: place.array for name, place in _places(run).items()}
+    state |= {f"remainder.{name}": array for name, array in run.masters.remainders.items()}
+    state |= {f"scale.{field}": run.scalars[field] for field in ScaleState._fields}
+    state |= to_state(run.ema)
+    state["applied"] = run.num_applied
     state["rng.mlx"] = mx.random.state[0]  # type: ignore[index]
     return state
 
 
-def load_state(live: Live, given: Mapping[str, mx.array], law: Scale) -> None:
+def load_state(run: Any, given: Mapping[str, mx.array]) -> None:
     """Restores a state, bit for bit. One of another model, optimizer or precision is refused whole."""
     if not (isinstance(given, Mapping) and all(isinstance(array, mx.array) for array in given.values())):
         raise StateError(
             "the state must be a dict of MLX's arrays by name, and is not",
             hint="run.load_state_dict(mx.load(file)) reads what mx.save_safetensors wrote of run.state_dict()",
         )
-    check_same(_described(state_of(live)), _described(given))
-    scale = saved_scale(law, given)
-    for name, place in live.places.items():
+    check_same(_described(state_of(run)), _described(given))
+    scale = saved_scale(run.policy.scale, given)
+    for name, place in _places(run).items():
         place.put(given[name])
-    live.remainders.update({name: given[f"remainder.{name}"] for name in live.remainders})
-    live.averages.update({name: given[f"{PREFIX}{name}"] for name in live.averages})
-    live.scalars.update({} if scale is None else scale._asdict())
-    live.scalars["applied"] = given["applied"]
+    remainders, averages = run.masters.remainders, {} if run.averages is None else run.averages.arrays
+    remainders.update({name: given[f"remainder.{name}"] for name in remainders})
+    averages.update({name: given[f"{PREFIX}{name}"] for name in averages})
+    run.scalars.update({} if scale is None else scale._asdict())
+    run.scalars["applied"] = given["applied"]
     set_random_key(given["rng.mlx"])
+    run.masters.note_writes()
+
+
+def _places(run: Any) -> dict[str, Place]:
+    """Returns where a run keeps the arrays of its model and optimizers, by the names of core.state_format."""
+    places = {f"model.{name}": place for name, place in arrays(run.model).items() if public(name)}
+    for index, optimizer in enumerate(run.optimizers):
+        places |= {f"optimizer.{index}.{name}": place for name, place in arrays(optimizer.state).items()}
+    return places
 
 
 def set_random_key(key: mx.array) -> None:

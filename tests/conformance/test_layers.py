@@ -323,9 +323,3 @@ def test_emulated_rounding_reaches_gradients_and_overflows_as_hardware_does(back
     far = backend.array(np.float32([7e4, -7e4, 65504.0]))
     found = backend.numpy(backend.layers.to_compute(far, backend.casts(half(FP16, emulate=True))))
     assert found.tolist() == [np.inf, -np.inf, 65504.0]
-
-
-def test_the_base_precision_of_a_policy_is_what_layers_read(backend):
-    casts = backend.casts(base_precision(Policy.parse("bf16-mixed,norm=bf16")))
-    assert casts.compute == casts.norm == backend.dtypes.dtype_of(BF16)
-    assert casts.softmax == casts.loss == backend.dtypes.dtype_of(FP32)

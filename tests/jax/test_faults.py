@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import linen
 
-from halfstep.core.formats import E4M3, E5M2
+from halfstep.core.formats import E4M3
 from halfstep.core.roles import Operand
-from halfstep.jax.numerics.cast import quantize, quantize_scaled
+from halfstep.jax.numerics.cast import quantize_scaled
 from halfstep.jax.run import init, make_step
 
 
@@ -35,30 +34,11 @@ def test_a_skipped_step_leaves_no_trace_in_the_optimizer():
     assert jax.tree.all(jax.tree.map(np.array_equal, before, (state.params, state.opt_state)))
 
 
-def test_a_norm_with_an_fp32_gain_does_not_promote_the_stream():
-    """Flax's LayerNorm returns fp32 for a bf16 input and an fp32 scale; here its scale appears in bf16."""
-    norm = linen.LayerNorm()
-    params = {"norm": norm.init(jax.random.key(0), jnp.ones((1, 4)))["params"]}
-    assert norm.apply({"params": params["norm"]}, jnp.ones((1, 4), jnp.bfloat16)).dtype == jnp.float32
-
-    def promoted(params, x):
-        y = norm.apply({"params": params["norm"]}, x)
-        return y.astype(jnp.float32).sum(), y
-
-    optimizer = optax.sgd(0.1)
-    step = make_step(promoted, optimizer)
-    _, result = step.eval_shape(init(params, optimizer, "bf16-mixed"), np.ones((2, 4), np.float32))
-    assert result.aux.dtype == jnp.bfloat16
-
-
-def test_fp8_casts_beyond_the_largest_number_follow_the_stated_rule():
-    """XLA's own cast makes NaN of 465, 1000 and infinity in e4m3, and infinity of 61440 in e5m2."""
+def test_native_fp8_operands_beyond_the_largest_number_saturate():
+    """XLA's own cast makes NaN of 465, 1000 and infinity in e4m3."""
     x = jnp.asarray([464.0, 465.0, 1000.0, jnp.inf, -1000.0])
     assert np.isnan(np.asarray(x.astype(jnp.float8_e4m3fn), np.float32)[1:]).all()
-    assert quantize(x, E4M3, overflow="saturate").tolist() == [448, 448, 448, 448, -448]
-    assert quantize(jnp.asarray([61440.0]), E5M2, overflow="saturate").tolist() == [57344]
-    operand = Operand(E4M3, amax="delayed")
-    native, _ = quantize_scaled(x, operand, amax=jnp.float32(448.0), native=True)
+    native, _ = quantize_scaled(x, Operand(E4M3, amax="delayed"), amax=jnp.float32(448.0), native=True)
     assert native.dtype == jnp.float8_e4m3fn
     assert np.asarray(native, np.float32).tolist() == [448, 448, 448, 448, -448]
 

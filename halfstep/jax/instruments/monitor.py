@@ -7,8 +7,9 @@ monitor.layer_numbers().read()              (layers, roles, columns) of core.obs
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,31 +28,14 @@ SAMPLE = 16_384  # elements of each tensor that a sample looks at, in whole rows
 
 @dataclass
 class Unread:
-    """Numbers that the device is still computing."""
+    """Numbers that the device is still computing, and what makes numbers of layers of them."""
 
-    array: Any = None
+    on_device: Any
+    by_layer: Callable[[Any], NDArray[np.floating[Any]]]
 
     def read(self) -> NDArray[np.floating[Any]]:
         """Returns the numbers; waits for the steps they are of."""
-        return np.asarray(jax.device_get(self.array), np.float64)
-
-
-@dataclass
-class UnreadUpdates(Unread):
-    """The sums of one update by parameter, as the numbers of each layer of a monitor."""
-
-    monitor: Any = None
-
-    def read(self) -> NDArray[np.floating[Any]]:
-        """Returns (layers, WEIGHT_COLUMNS) of the update that followed the request; waits for it."""
-        layers = self.monitor.layers
-        if self.array is None:
-            return np.full((len(layers), len(WEIGHT_COLUMNS)), np.nan)
-        rows = {name: np.asarray(row, np.float64) for name, row in jax.device_get(self.array).items()}
-        # The parameters of a layer are those of its module; a slice of one parameter has none.
-        return np.array(
-            [_weight_numbers([row for name, row in rows.items() if owner(name) == each.name]) for each in layers]
-        )
+        return self.by_layer(jax.device_get(self.on_device))
 
 
 class Monitor:
@@ -65,7 +49,7 @@ class Monitor:
         self.slice = slice
         self.watched: Watched | None = None
         self._sum: Array | None = None
-        self._pending: UnreadUpdates | None = None
+        self._pending: Unread | None = None
 
     @property
     def layers(self) -> tuple[LayerInfo, ...]:
@@ -76,17 +60,28 @@ class Monitor:
         """Takes in what one step reports, without waiting for it."""
         self._sum = layers if self._sum is None else _merge(self._sum, layers)
         if self._pending is not None:
-            self._pending.array, self._pending = updates, None
+            self._pending.on_device, self._pending = updates, None
 
     def layer_numbers(self) -> Unread:
         """Returns what the steps since the last call have counted, unread."""
         counted, self._sum = self._sum, None
-        return Unread(np.zeros((len(self.layers), len(ROLES), len(COLUMNS))) if counted is None else counted)
+        none = np.zeros((len(self.layers), len(ROLES), len(COLUMNS)))
+        return Unread(none if counted is None else counted, partial(np.asarray, dtype=np.float64))
 
-    def weight_numbers(self) -> UnreadUpdates:
+    def weight_numbers(self) -> Unread:
         """Returns norms of weights, gradients and updates, and the share lost, of the next step: read it after."""
-        self._pending = UnreadUpdates(monitor=self)
+        self._pending = Unread({}, self._weight_numbers)
         return self._pending
+
+    def _weight_numbers(self, sums: Mapping[str, Array]) -> NDArray[np.floating[Any]]:
+        """Returns (layers, WEIGHT_COLUMNS) of sums by parameter. A slice of one parameter has none of its own."""
+        numbers = np.full((len(self.layers), len(WEIGHT_COLUMNS)), np.nan)
+        for row, layer in zip(numbers, self.layers, strict=True):
+            own = [np.asarray(each) for name, each in sums.items() if owner(name) == layer.name]
+            if own:
+                *squares, intended, lost = np.stack(own).sum(axis=0, dtype=np.float64).tolist()
+                row[:] = *map(math.sqrt, squares), lost / intended if intended else math.nan
+        return numbers
 
     def describe(self, reported: Sequence[Array], masters: Mapping[str, Array]) -> dict[str, dict[str, Sample]]:
         """Returns {layer: {role: sample}} of whole tensors, which the slots of all sites report."""
@@ -149,14 +144,6 @@ def first_rows(batch: Any, share: float) -> Any:
 
 
 _merge = jax.jit(lambda one, other: merge_rows(jnp.stack([one, other])))
-
-
-def _weight_numbers(rows: Sequence[NDArray[np.floating[Any]]]) -> NDArray[np.floating[Any]]:
-    if not rows:
-        return np.full(len(WEIGHT_COLUMNS), np.nan)
-    weight, gradient, update, intended, lost = np.sum(rows, axis=0)
-    share = lost / intended if intended else np.nan
-    return np.array([math.sqrt(weight), math.sqrt(gradient), math.sqrt(update), share])
 
 
 def _sample_rows(array: Array) -> NDArray[np.float32]:

@@ -42,7 +42,9 @@ def quantize(
     `bits` is one uint32 word per element (`random_bits`), for stochastic rounding only. A NaN in a format without
     one stays NaN here, where core.rounding refuses it: refusing would mean reading the array.
     """
-    x = _checked(x, fmt, overflow, rounding, bits)
+    x = _as_fp32(x, fmt)
+    check_rule(fmt, overflow, rounding, random=bits is not None)
+    check_bits(rounding, bits, jnp.dtype(jnp.uint32), x.shape)
     return _quantize(x, fmt, overflow, rounding, bits, None)
 
 
@@ -65,28 +67,18 @@ def _carried_jvp(fmt: Format, primals: tuple[Array], tangents: tuple[Array]) -> 
     return y, tangents[0].astype(y.dtype)
 
 
-def quantize_scaled(
-    x: Any,
-    operand: Operand,
-    *,
-    amax: Any = None,
-    overflow: Overflow = "saturate",
-    rounding: Rounding = "nearest-even",
-    bits: Array | None = None,
-    native: bool = False,
-) -> tuple[Array, Array]:
-    """Returns a matmul operand in a narrow format, in its JAX dtype if `native`, and the inv_scale.
+def quantize_scaled(x: Any, operand: Operand, *, amax: Any = None, native: bool = False) -> tuple[Array, Array]:
+    """Returns a matmul operand in a narrow format, saturated, in its JAX dtype if `native`; and the inv_scale.
 
     The scale, one per array or per row, is the largest power of two that keeps amax * scale <= fmt.max. `amax` is
-    that of `x` unless given, in any shape that broadcasts to `x`; `delayed` operands require it, and what is
-    larger overflows by the rule. An amax of inf or NaN makes everything NaN: saturation would turn an infinity
-    into a number like any other.
+    that of `x` unless given, in any shape that broadcasts to `x`; `delayed` operands require it. An amax of inf or
+    NaN makes everything NaN: saturation would turn an infinity into a number like any other.
     """
     fmt = operand.format
     check_amax(operand, given=amax is not None)
-    x = _checked(x, fmt, overflow, rounding, bits)
+    x = _as_fp32(x, fmt)
     scale = shared.scale_for(ARRAYS, amax_of(x, operand) if amax is None else _as_fp32(amax, fmt), fmt)
-    values = _quantize(x, fmt, overflow, rounding, bits, scale)
+    values = _quantize(x, fmt, "saturate", "nearest-even", None, scale)
     inv_scale = shared.power_of_two(ARRAYS, -scale.power, scale.broken)
     return (values.astype(dtype_of(fmt)) if native else values), inv_scale
 
@@ -155,10 +147,3 @@ def _as_fp32(x: Any, fmt: Format) -> Array:
         x = jnp.asarray(x)
     shared.check_source(x.dtype.name, fmt, "x.astype(jnp.float32)")
     return jnp.asarray(x).astype(jnp.float32)
-
-
-def _checked(x: Any, fmt: Format, overflow: Overflow, rounding: Rounding, bits: Array | None) -> Array:
-    x = _as_fp32(x, fmt)
-    check_rule(fmt, overflow, rounding, random=bits is not None)
-    check_bits(rounding, bits, jnp.dtype(jnp.uint32), x.shape)
-    return x

@@ -17,7 +17,6 @@ from halfstep.core.errors import (
     LossFormatError,
     ParallelError,
     StateError,
-    UnsupportedOptimizerError,
     UnsupportedTransformError,
 )
 from halfstep.core.policy import Policy
@@ -67,15 +66,6 @@ def measured_choice(params: Any, tokens: int) -> Choice:
         )
     device = min(first.devices(), key=lambda device: device.id)
     return decide_once(measure, device, model_like(jnp.shape(leaf) for leaf in leaves), tokens)
-
-
-def check_transform(optimizer: Any) -> None:
-    """Refuses what is not an optax transform."""
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise UnsupportedOptimizerError(
-            f"the optimizer is a {type(optimizer).__name__}, not an optax transform",
-            hint="for example optax.adamw(1e-3)",
-        )
 
 
 def check_not_in_shard_map() -> None:

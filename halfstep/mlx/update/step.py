@@ -16,9 +16,9 @@ once per update, between the two parts; everything after that is the same in all
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -89,60 +89,13 @@ def sum_over_ranks(total: Gradients, ranks: Ranks, update: int) -> Gradients:
     return Gradients(sums, scale, weight, weights, loss, bad_rank=mx.array(bad))
 
 
-def norm(arrays: Mapping[str, mx.array]) -> mx.array:
+def norm_of(arrays: Mapping[str, mx.array]) -> mx.array:
     """Returns the norm of all gradients together."""
     return mx.sqrt(mx.stack([mx.square(g.astype(mx.float32)).sum() for g in arrays.values()]).sum())
 
 
-class Recorder(AbstractContextManager["Recorder"], Protocol):
-    """Sees what the layers of one pass meet, inside its `with` block."""
-
-    def forward_ends(self) -> None:
-        """Says that what is computed from now on belongs to the backward pass."""
-
-
-class UpdateWatcher(Protocol):
-    """Sees one update."""
-
-    def start(self, weights: Callable[[str, int], mx.array], optimizers: Sequence[Optimizer]) -> None:
-        """Is called before it, with a function that returns the first elements of a weight, in fp32."""
-
-    def end(
-        self,
-        weights: Callable[[str, int], mx.array],
-        gradients: Mapping[str, mx.array],
-        unscale: mx.array,
-        clip: mx.array,
-        finite: mx.array,
-    ) -> None:
-        """Is called after it; `unscale` makes gradients those of the loss, `clip` those the optimizer saw."""
-
-
-class StepHooks(Protocol):
-    """What watches every step of a run."""
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """What is to be evaluated with a pass, so that no graph grows from step to step."""
-
-    def recorder(self) -> Recorder:
-        """Returns what sees the next pass."""
-
-    def count(self, recorder: Any) -> Any:
-        """Returns the numbers of a pass, as arrays: part of a compiled step."""
-
-    def merge(self, counted: Any) -> None:
-        """Adds the numbers of a pass to those before."""
-
-    def before_update(self) -> None:
-        """Is called before each update; may call `Engine.watch_update`."""
-
-    def after_update(self) -> None:
-        """Is called after each update."""
-
-
 class Engine:
-    """What makes updates: a model, its optimizers and a policy. It knows no instrument: it calls hooks."""
+    """What makes updates: a model, its optimizers and a policy. It calls instruments, and imports none."""
 
     def __init__(
         self,
@@ -185,8 +138,8 @@ class Engine:
         watched = warns and isinstance(self.policy.scale, DynamicScale)
         self._alarm = ScaleAlarm(self.policy.scale) if watched else None
         self._unread: deque[StepResult] = deque()  # updates whose scale was not looked at
-        self.watching: StepHooks | None = None
-        self._update_watchers: list[UpdateWatcher] = []  # of the next update
+        self.watching: Any = None  # a Monitor, once there is one
+        self._update_watchers: list[Any] = []  # UpdateNumbers of the next update
         if ranks is not None:
             start_as_rank_0(self, ranks)
         for each in self.optimizers:
@@ -266,7 +219,7 @@ class Engine:
         total = self._take_sum(grads)
         if total.finite is not None:
             return total
-        finite = mx.isfinite(norm(total.arrays) / total.weights)
+        finite = mx.isfinite(norm_of(total.arrays) / total.weights)
         factor = 1.0 / (total.scale * total.weights)
         return replace(
             total, arrays={n: g.astype(mx.float32) * factor for n, g in total.arrays.items()}, finite=finite
@@ -275,14 +228,13 @@ class Engine:
     def update(self, grads: "Gradients | Sequence[Gradients] | None" = None) -> StepResult:
         """Finite? -> unscale -> clip -> step -> rescale, with the gradients given here or to `accumulate`."""
         total = self._take_sum(grads)
-        function = self._update if total.finite is None else self._update_unscaled
         given = {name: value for name, value in vars(replace(total, bad_rank=None)).items() if value is not None}
         if self.watching is not None:
             self.watching.before_update()
         watchers, self._update_watchers = self._update_watchers, []
         for watcher in watchers:
             watcher.start(self.masters.part, self.optimizers)
-        loss, finite, norm = self._call(function.__name__, function, given)
+        loss, finite, norm = self._call(("update", total.finite is None), self._update, given)
         for watcher in watchers:
             factor = mx.array(1.0) if total.finite is not None else 1.0 / (total.scale * total.weights)
             clip = mx.minimum(self.clip_norm / norm, 1.0) if self.clip_norm else mx.array(1.0)
@@ -320,8 +272,8 @@ class Engine:
         """Drops gradients that were accumulated and not used."""
         self._sum, self._before = None, {}
 
-    def watch_update(self, watcher: UpdateWatcher) -> None:
-        """Shows the next update to a watcher."""
+    def watch_update(self, watcher: Any) -> None:
+        """Calls `start` and `end` of a watcher before and after the next update."""
         self._update_watchers.append(watcher)
 
     def _watch_scale(self, result: StepResult) -> None:
@@ -383,15 +335,13 @@ class Engine:
         watching = self.watching
 
         def differentiate(batch: Any) -> tuple[Any, ...]:
-            if watching is None:
-                return *self._pass(loss_fn, batch), ()
-            recorder = watching.recorder()
-            return *self._pass(loss_fn, batch, recorder), watching.count(recorder)
+            recorder = None if watching is None else watching.recorder()
+            return *self._pass(loss_fn, batch, recorder), () if watching is None else watching.count(recorder)
 
         return differentiate
 
     def _pass(
-        self, loss_fn: LossFn, batch: Any, recorder: Recorder | None = None
+        self, loss_fn: LossFn, batch: Any, recorder: Any = None
     ) -> tuple[mx.array, mx.array, dict[str, mx.array]]:
         """Returns loss, weight and scaled gradients; shows a recorder what watched layers meet."""
 
@@ -415,7 +365,7 @@ class Engine:
         self._replaced |= {name for name, place in self._others.items() if place.array is not before[name]}
         return loss, weight, {name: g.astype(self._accumulate) for name, g in grads.items()}
 
-    def replay(self, loss_fn: LossFn, batch: Any, recorder: Recorder | None = None) -> None:
+    def replay(self, loss_fn: LossFn, batch: Any, recorder: Any = None) -> None:
         """Runs a batch again, not compiled; leaves random state and running statistics as they were."""
         self._check_open()
         others = {name: place.array for name, place in self._others.items()}
@@ -429,21 +379,15 @@ class Engine:
             set_random_key(key)
 
     def _update(self, total: dict[str, Any]) -> tuple[mx.array, mx.array, mx.array]:
-        """Replaces the live arrays; returns the loss, whether the step was finite, and the norm."""
-        scaled_norm = norm(total["arrays"])
-        finite = mx.isfinite(scaled_norm / total["weights"])  # all weights may be zero
-        return self._apply_update(total, scaled_norm, finite, 1.0 / (total["scale"] * total["weights"]))
-
-    def _update_unscaled(self, total: dict[str, Any]) -> tuple[mx.array, mx.array, mx.array]:
-        """Does the same with gradients that `unscale` returned."""
-        true_norm = norm(total["arrays"])
-        return self._apply_update(total, true_norm, mx.isfinite(true_norm) & total["finite"], mx.array(1.0))
-
-    def _apply_update(
-        self, total: dict[str, Any], scaled_norm: mx.array, finite: mx.array, factor: mx.array
-    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Replaces the live arrays; returns the loss, whether the step was finite, and the norm before clipping."""
+        norm = norm_of(total["arrays"])
+        if "finite" in total:  # `unscale` returned these gradients
+            finite, factor = mx.isfinite(norm) & total["finite"], mx.array(1.0)
+        else:
+            finite = mx.isfinite(norm / total["weights"])  # all weights may be zero
+            factor = 1.0 / (total["scale"] * total["weights"])
         verdict = self.policy.scale.judge(self.scale_state, finite, mx)
-        norm = scaled_norm * factor
+        norm = norm * factor
         if self.clip_norm:
             factor = factor * mx.minimum(self.clip_norm / norm, 1.0)
         self._step_optimizer({n: g.astype(mx.float32) * factor for n, g in total["arrays"].items()}, finite)

@@ -21,14 +21,15 @@ RESUMED = ["fp32", "bf16-mixed,param=fp32:split", "bf16-true,param=bf16:stochast
     ],
 )
 def test_a_restored_state_continues_bit_for_bit(slow_backend, policy, optimizer):
-    one = session(slow_backend, policy, f"optimizer.name={optimizer}")
+    given = [f"optimizer.name={optimizer}", "training.ema=0.5"]
+    one = session(slow_backend, policy, *given)
     for step in range(2):
         one.step(batch(step, one))
     saved = one.state()
     after = [one.read(one.step(batch(step, one))) for step in range(2, 4)]
     last = one.state()
     # On JAX the same programs: another session would compile its own.
-    other = one if slow_backend.name == "jax" else session(slow_backend, policy, f"optimizer.name={optimizer}")
+    other = one if slow_backend.name == "jax" else session(slow_backend, policy, *given)
     other.step(batch(9, other))  # elsewhere, so that anything left out of the state would show
     other.load(saved)
     assert other.state() == saved

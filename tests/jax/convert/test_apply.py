@@ -77,8 +77,9 @@ def test_two_leaves_of_one_name_and_integers_alone_are_refused():
     ],
 )
 def test_what_cannot_be_trained_is_refused_by_name(leaf, said):
-    with pytest.raises(HalfstepError, match=said):
+    with pytest.raises(HalfstepError, match=said) as caught:
         init({"w": np.ones(2, np.float32), "odd": leaf}, optax.sgd(0.1), "fp32")
+    assert ("eqx.partition" in caught.value.hint) == said.endswith("array")
 
 
 @pytest.mark.parametrize("params", [TREE, FLAT])

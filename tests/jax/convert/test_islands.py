@@ -189,6 +189,7 @@ def rotated(x):
 PROMOTED = {
     "a table": lambda p, x: (x + TABLE) @ p["w"],
     "a number": lambda p, x: (x * np.float32(2)) @ p["w"],
+    "a number beside a parameter": lambda p, x: x @ (p["w"] * np.float32(2)),
     "rotary angles": lambda p, x: rotated(x @ p["w"]) @ rotated(x).T,
     "angles by a matmul": lambda p, x: x * jnp.cos(jnp.einsum("i,j->ij", jnp.arange(4.0), jnp.ones(8))) @ p["w"],
     "one_hot @ table": lambda p, x: jax.nn.one_hot(np.arange(4), 6) @ p["table"] @ p["w"],

@@ -30,8 +30,8 @@ EVERYWHERE = [
 ]
 
 
-def traced(model, policy):
-    """A model's loss as a jaxpr (emulated, all is fp32 and it says nothing), and the shapes of its gradient."""
+def described(model):
+    """The shapes of a model's parameters, and its loss function."""
     kept = []
 
     def params():
@@ -39,11 +39,18 @@ def traced(model, policy):
         kept.append(loss_fn)
         return made
 
+    shapes = jax.eval_shape(params)
+    return shapes, kept[0]
+
+
+def traced(model, policy):
+    """A model's loss as a jaxpr (emulated, all is fp32 and it says nothing), and the shapes of its gradient."""
+    (shapes, loss_fn), batch = described(model), BATCHES[model[1]]
+
     def loss(params, batch):
         applied = apply(params, Policy.parse(policy))
-        return cast_inside(kept[0], applied, applied.leaves.trained, (batch,), cast_batch=True)[0]
+        return cast_inside(loss_fn, applied, applied.leaves.trained, (batch,), cast_batch=True)[0]
 
-    shapes, batch = jax.eval_shape(params), BATCHES[model[1]]
     gradient = jax.eval_shape(jax.grad(loss, allow_int=True), shapes, batch) if policy != "fp16-mixed" else {}
     return None if "emulate" in policy else jax.make_jaxpr(loss)(shapes, batch), gradient
 
@@ -104,16 +111,9 @@ def drawn(shapes):
 @pytest.mark.prove
 @pytest.mark.parametrize(("model", "policy"), SQUARE)
 def test_a_stock_model_learns(model, policy):
-    kept = []
-
-    def params():
-        made, loss_fn = MODELS[model]()
-        kept.append(loss_fn)
-        return made
-
-    optimizer = optax.adam(1e-2)
-    state = init(drawn(jax.eval_shape(params)), optimizer, policy)
-    step = jax.jit(make_step(kept[0], optimizer).__wrapped__, compiler_options=QUICKLY)
+    (shapes, loss_fn), optimizer = described(model), optax.adam(1e-2)
+    state = init(drawn(shapes), optimizer, policy)
+    step = jax.jit(make_step(loss_fn, optimizer).__wrapped__, compiler_options=QUICKLY)
     losses = []
     for _ in range(16):  # fp16 may have to find its scale first
         state, result = step(state, BATCHES[model[1]])

@@ -15,12 +15,13 @@ import numpy as np
 from jax import Array
 
 from halfstep.core.audit.record import Operation, Record, Weight, WeightKind
-from halfstep.core.errors import ArgumentError, LossError, UnsupportedOptimizerError
+from halfstep.core.errors import ArgumentError, LossError
 from halfstep.jax.instruments.collect.evaluate import evaluated, incidents
 from halfstep.jax.instruments.collect.graph import Graph, Names, Value, graph_of
 from halfstep.jax.instruments.collect.operations import format_name, fp32_matmul, operations_of
 from halfstep.jax.instruments.collect.updates import Parameters, Stepper
 from halfstep.jax.jaxpr import COMPILER_OPTIONS
+from halfstep.jax.pytree import check_transform
 
 STEPS = 10
 
@@ -50,11 +51,7 @@ def record_of(
 
     The function is called as it is, or as `prepared` says, with the parameters in fp32.
     """
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise UnsupportedOptimizerError(
-            f"the optimizer is a {type(optimizer).__name__}, not an optax transform",
-            hint="for example optax.adamw(1e-3)",
-        )
+    check_transform(optimizer)
     if steps < 1:
         raise ArgumentError(f"steps={steps}: an audit watches at least one update", hint=f"the default is {STEPS}")
     held, rest = Parameters(params), (batch,) if rng is None else (batch, rng)
@@ -81,7 +78,7 @@ def record_of(
     record.operations = list(seen.values())
     for fmt in stepper.sums():
         record.operations.append(Operation("", "accumulation", inside=fmt, count=1, function="optax.MultiSteps"))
-    if stepper.formats != [jnp.float64, jnp.float32]:
+    if stepper.formats[0] != jnp.float64:
         record.unseen.append("updates in fp64: the optimizer refuses them, so they are counted in less")
     record.weights = [
         _weight(name, value, stepper, prepared) for name, value in zip(held.trained, graph.inputs, strict=True)

@@ -4,8 +4,8 @@ Any optax transform is a pure function, so the intended update needs no formula:
 are widened to fp64 and given to the same transform. **Weight decay** is what of the update depends on the
 parameter itself: the difference to the update of parameters that are zero, where it is -c times the parameter.
 
-A transform that refuses fp64 (optax.MultiSteps) runs in fp32 instead; for one that refuses that too, every element
-with a nonzero gradient counts as intended, and the counts are not `exact`.
+A transform that refuses fp64 (optax.MultiSteps) runs in fp32 instead; one that refuses that too, in its own
+formats, and the counts are then not `exact`.
 """
 
 import re
@@ -55,7 +55,8 @@ class Stepper:
         self.counts = {name: UpdateCounts() for name in params.trained}
         self.master = _master(params, self.state)
         self._step = jax.jit(self._stepped, compiler_options=COMPILER_OPTIONS)
-        self.formats = [jnp.float64, jnp.float32]  # that the transform may still run in, for what it intends
+        # What the transform may still run in, to tell what it intends; None: in its own formats.
+        self.formats: list[Any] = [jnp.float64, jnp.float32, None]
         self._compiled_compare = jax.jit(self._compare, static_argnums=0, compiler_options=COMPILER_OPTIONS)
 
     def step(self, grads: Mapping[str, Array], loss: Array) -> None:
@@ -67,7 +68,7 @@ class Stepper:
             return
         counted = jax.device_get(self._count(grads, self.state, self.values, loss, moved))
         for name, row in counted.items():
-            found = UpdateCounts(*(1, 0, *(x.item() for x in row), bool(self.formats)))
+            found = UpdateCounts(*(1, 0, *(x.item() for x in row), self.formats[0] is not None))
             self.counts[name] = self.counts[name].merge(found)
         self.values, self.state = moved, state
 
@@ -106,26 +107,21 @@ class Stepper:
 
     def _count(self, *given: Any) -> dict[str, list[Array]]:
         """Counts what arrived of an update, in the widest format that the transform runs in."""
-        while self.formats:
+        while True:
             try:
                 with jax.enable_x64(self.formats[0] == jnp.float64):
                     counted: dict[str, list[Array]] = self._compiled_compare(self.formats[0], *given)
                     return counted
             except TypeError:  # branches or loops of a transform that fixes its dtypes
+                if self.formats == [None]:
+                    raise
                 del self.formats[0]
-        # Every element with a gradient was intended to change; how far is not known.
-        grads, _, values, _, moved = given
-        counted, unknown = {}, jnp.zeros(())
-        for name, old in values.items():
-            row = self._counted(name, grads[name], old, grads[name], jnp.zeros_like(old), old, moved[name])
-            counted[name] = [*row[:5], unknown, unknown, *row[7:]]
-        return counted
 
     def _compare(
         self, wide: Any, grads: Any, state: Any, values: Any, loss: Any, moved: Mapping[str, Array]
     ) -> dict[str, list[Array]]:
         def widened(x: Any) -> Any:
-            return jnp.asarray(x, wide) if is_floating(x) else x
+            return jnp.asarray(x, wide) if wide is not None and is_floating(x) else x
 
         grads, state, masters, loss = jax.tree.map(widened, (grads, state, values, loss))
         intended, _ = self._updates(grads, state, masters, loss)
