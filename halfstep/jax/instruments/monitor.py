@@ -83,7 +83,9 @@ class Monitor:
                 row[:] = *map(math.sqrt, squares), lost / intended if intended else math.nan
         return numbers
 
-    def describe(self, reported: Sequence[Array], masters: Mapping[str, Array]) -> dict[str, dict[str, Sample]]:
+    def describe(
+        self, reported: Sequence[Array], masters: Mapping[str, Array], size: int = SAMPLE
+    ) -> dict[str, dict[str, Sample]]:
         """Returns {layer: {role: sample}} of whole tensors, which the slots of all sites report."""
         assert self.watched is not None
         samples: dict[str, dict[str, Any]] = {info.name: {} for info in self.watched.layers}
@@ -99,7 +101,7 @@ class Monitor:
                     samples[info.name][role] = observation if before is None else before + observation
         for info, weight in zip(self.watched.layers, self.watched.weights, strict=True):
             if weight is not None and weight in masters:
-                rows = _sample_rows(masters[weight])
+                rows = _sample_rows(masters[weight], size)
                 samples[info.name]["weight"] = Observation.of(rows, info.format("weight"))
         return {
             name: {role: observation.sample() for role, observation in roles.items()}
@@ -146,7 +148,7 @@ def first_rows(batch: Any, share: float) -> Any:
 _merge = jax.jit(lambda one, other: merge_rows(jnp.stack([one, other])))
 
 
-def _sample_rows(array: Array) -> NDArray[np.float32]:
+def _sample_rows(array: Array, size: int) -> NDArray[np.float32]:
     width = array.shape[-1] if array.ndim else 1
-    rows = max(1, min(array.size, SAMPLE) // width)
+    rows = max(1, min(array.size, size) // width)
     return np.asarray(jax.device_get(array.reshape(-1, width)[:rows].astype(jnp.float32)))
