@@ -182,12 +182,11 @@ class _Packing:
         self._begin()
         try:
             committed = time.monotonic()
-            self._show_progress(self.done, self._num_tokens)
+            self._show_progress()
             todo = blocks(self.files, self.position, self.request.field)
             for block, encoded in encoded_blocks(todo, self.encoder, self.out, self.workers):
-                self._append(block, encoded)
-                self._show_progress(self.done, self._num_tokens)
-                is_full = any(writer.has_full for writer in self.writers.values())
+                is_full = self._append(block, encoded)
+                self._show_progress()
                 if is_full or time.monotonic() - committed >= SECONDS_BETWEEN_COMMITS:
                     self._commit()
                     committed = time.monotonic()
@@ -202,13 +201,10 @@ class _Packing:
         finally:
             self._close()
 
-    @property
-    def _num_tokens(self) -> int:
-        return sum(writer.num_tokens for writer in self.writers.values())
-
-    def _show_progress(self, done: int, tokens: int) -> None:
+    def _show_progress(self) -> None:
         if self.meter is not None:
-            self.meter(done, sum(file.size for file in self.files), tokens)
+            tokens = sum(writer.num_tokens for writer in self.writers.values())
+            self.meter(self.done, sum(file.size for file in self.files), tokens)
 
     def _close(self) -> None:
         for writer in self.writers.values():
@@ -239,14 +235,17 @@ class _Packing:
         _discard(self.out, state.plan)
         return None
 
-    def _append(self, block: Block, encoded: Encoded) -> None:
+    def _append(self, block: Block, encoded: Encoded) -> bool:
+        """Writes the tokens of a block; returns whether a shard is full now."""
+        is_full = False
         for side, writer in self.writers.items():
             part = encoded.sides[side]
-            writer.append(part.tokens, part.starts)
+            is_full |= writer.append(part.tokens, part.starts)
             writer.text_bytes += part.text_bytes
         self.position, self.done = block.after, block.done
         self.skipped += encoded.skipped
         self.shares = min(self.shares[0], encoded.shares[0]), max(self.shares[1], encoded.shares[1])
+        return is_full
 
     def _commit(self, *, final: bool = False) -> None:
         state = State(

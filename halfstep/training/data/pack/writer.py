@@ -1,9 +1,9 @@
 """Writes token shards so that a killed packing can resume.
 
 A side of a packing (train, val) is one sequence of tokens, cut into shards of exactly the requested size; only the
-last may be smaller. The growing shard is `NAME.bin.partial`, with a header that says it holds no tokens. `commit`
-flushes what was written, gives full shards their header, digests, checksum file, and finally their name, and
-returns the state to resume from. `resume` discards whatever was written after that.
+last may be smaller. The growing shard is `NAME.bin.partial`, with a header that says it holds no tokens. A full
+shard gets its header, digests, checksum file, and finally its name. `commit` flushes what was written and returns
+the state to resume from. `resume` discards whatever was written after that.
 """
 
 import os
@@ -44,31 +44,29 @@ class ShardWriter:
         self.folder, self.side, self.dtype, self.size, self.table = folder, side, dtype, size, table
         self.text_bytes = 0
         self._done: list[ShardRecord] = []
-        self._full: list[tuple[int, int, int | None]] = []  # tokens, documents, bytes; the next commit names them
         self._tokens, self._documents = 0, 0  # of the growing shard
         self._bytes: int | None = None if table is None else 0
         self._last = 0  # the token before the next one
         self._file: Any = None
 
-    def append(self, tokens: TokenArray, starts: NDArray[np.int64]) -> None:
-        """Adds tokens; documents begin at `starts` among them."""
-        low = 0
+    def append(self, tokens: TokenArray, starts: NDArray[np.int64]) -> bool:
+        """Adds tokens; documents begin at `starts` among them. Returns whether a shard is full now."""
+        low, done = 0, len(self._done)
         while low < len(tokens):
             high = min(len(tokens), low + self.size - self._tokens)
             self._write(tokens[low:high], int(np.count_nonzero((starts >= low) & (starts < high))))
             low = high
             if self._tokens == self.size:
                 self._finish()
+        return len(self._done) > done
 
     def commit(self, *, final: bool = False) -> SideState:
         """Makes everything so far durable and returns the state to resume from. `final` ends the growing shard."""
         if self._file is not None:
-            self._flush()
             if final:
                 self._finish()
-        for tokens, documents, size in self._full:
-            self._done.append(self._give_name(tokens, documents, size))
-        self._full.clear()
+            else:
+                self._flush()
         flush(self.folder)
         return SideState(
             tuple(self._done), self._tokens, self._documents, self._bytes, self.text_bytes, self._last
@@ -99,12 +97,7 @@ class ShardWriter:
     @property
     def num_tokens(self) -> int:
         """Tokens so far."""
-        return self._tokens + sum(tokens for tokens, *_ in self._full) + sum(each.tokens for each in self._done)
-
-    @property
-    def has_full(self) -> bool:
-        """Whether a full shard waits for a commit to get its name."""
-        return bool(self._full)
+        return self._tokens + sum(each.tokens for each in self._done)
 
     def record(self) -> SideRecord:
         """Returns what was written, after the final commit."""
@@ -129,7 +122,7 @@ class ShardWriter:
 
     def _write(self, tokens: TokenArray, documents: int) -> None:
         if self._file is None:
-            path = self.folder / (self._name(len(self._done) + len(self._full)) + PARTIAL)
+            path = self.folder / (self._name(len(self._done)) + PARTIAL)
             self._file = open(path, "wb")  # noqa: SIM115
             self._file.write(header(0, self.dtype))
         self._file.write(tokens.tobytes())
@@ -144,25 +137,24 @@ class ShardWriter:
         os.fsync(self._file.fileno())
 
     def _finish(self) -> None:
+        """Gives the growing shard its header, its checksums and its name."""
         self._flush()
         self.close()
-        self._full.append((self._tokens, self._documents, self._bytes))
-        self._tokens, self._documents = 0, 0
-        self._bytes = None if self.table is None else 0
-
-    def _give_name(self, tokens: int, documents: int, size: int | None) -> ShardRecord:
         path = self.folder / self._name(len(self._done))
         partial = path.with_name(path.name + PARTIAL)
         with open(partial, "r+b") as file:
-            file.write(header(tokens, self.dtype))
+            file.write(header(self._tokens, self.dtype))
             file.flush()
             os.fsync(file.fileno())
         whole, checksums = read_digests(partial)
         sums = checksums.tobytes()
-        record = ShardRecord(path.name, tokens, size, documents, whole, sha256(sums).hexdigest())
+        about = (self._tokens, self._bytes, self._documents)
+        record = ShardRecord(path.name, *about, whole, sha256(sums).hexdigest())
         write_whole(self.folder / record.checksum_file, sums)  # first: a shard with a name can be read
         os.replace(partial, path)
-        return record
+        self._done.append(record)
+        self._tokens, self._documents = 0, 0
+        self._bytes = None if self.table is None else 0
 
     def _name(self, number: int) -> str:
         return f"{self.side}_{number:06d}.bin"
