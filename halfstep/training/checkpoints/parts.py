@@ -120,11 +120,10 @@ def _publish_failure(partial: Path, rank: int, ranks: int, error: Exception) -> 
 def _wait_for_notes(partial: Path, target: Path, ranks: int) -> dict[str, dict[str, Any]]:
     """Waits for the notes of all ranks and returns them; refuses them as soon as one tells of an error."""
     notes: dict[str, dict[str, Any]] = {}
-    over = time.monotonic() + PATIENCE
+    names, over = [part_name(rank, ranks) for rank in range(ranks)], time.monotonic() + PATIENCE
     while True:
         there = set(os.listdir(partial))
-        for rank in range(ranks):
-            name = part_name(rank, ranks)
+        for rank, name in enumerate(names):
             if name in notes or f"{name}.json" not in there:
                 continue
             note = notes[name] = parse_json(read_bytes(partial / f"{name}.json", MOST_TABLE))
@@ -138,9 +137,9 @@ def _wait_for_notes(partial: Path, target: Path, ranks: int) -> dict[str, dict[s
                     f"checkpoint `{target}` cannot be written: rank 0 does not see what rank {rank} wrote to it",
                     hint="let all machines write to one folder, on a disk that they share, with `--out`",
                 )
-        missing = [rank for rank in range(ranks) if part_name(rank, ranks) not in notes]
+        missing = [rank for rank, name in enumerate(names) if name not in notes]
         if not missing:
-            return {part_name(rank, ranks): notes[part_name(rank, ranks)] for rank in range(ranks)}
+            return {name: notes[name] for name in names}
         if time.monotonic() > over:
             raise CheckpointWriteError(
                 f"checkpoint `{target}` cannot be written: rank {missing[0]} has written nothing for "
