@@ -75,12 +75,6 @@ def load_corpus(source: str, validation: float | str, vocabulary: int) -> Corpus
     return from_sides(*split(documents, validation, source), description, vocabulary)
 
 
-def load_text(path: str, vocabulary: int) -> Corpus:
-    """Opens a text to evaluate on, as bytes, without a text to train on; its digest is of what it holds."""
-    corpus = from_sides((), *_check_text(_find(path, "--validation"), path), vocabulary)
-    return replace(corpus, digest=corpus.held_out_digest)
-
-
 def _find(source: str, setting: str) -> Path | list[Path] | _Texts:
     """Returns the folder of packed data, the shards or the texts that a setting names."""
     if source == STDLIB:
@@ -178,7 +172,8 @@ def load_held_out(text: str, source: str, recorded: Mapping[str, Any], vocabular
     """Opens a text to evaluate on. `source` is the data of the run, `recorded` what its manifest says of it."""
     index = packed_index(source, recorded)
     if index is None:
-        return load_text(text, vocabulary)
+        corpus = from_sides((), *_check_text(_find(text, "--validation"), text), vocabulary)
+        return replace(corpus, digest=corpus.held_out_digest)
     tokenizer, (found,) = open_saved(Path(source).expanduser(), index.tokenizer), find_sources([text])
     encoder = Encoder(tokenizer, index.packing.field, 1.0)  # every document is below a share of 1
     parts = [encoder.encode(block).sides["val"] for block in blocks(found.files, Position(), encoder.field)]

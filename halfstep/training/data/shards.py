@@ -79,12 +79,6 @@ class ChunkVerifier:
         first, last = begin // CHUNK, -(-end // CHUNK)
         return self._verified.count(1, first, last) == last - first
 
-    def bytes_to_read(self, begin: int, end: int) -> tuple[int, int]:
-        """Returns the byte range to read in order to use bytes begin to end: whole chunks until verified."""
-        if self.is_verified(begin, end):
-            return begin, end
-        return begin // CHUNK * CHUNK, min(-(-end // CHUNK) * CHUNK, len(self._mapped))
-
     def find_damage(self, begin: int, end: int) -> tuple[int, int] | None:
         """Verifies the chunks of bytes begin to end; returns the byte range of the first damaged one."""
         if not self._verified:
@@ -149,8 +143,8 @@ class Shard:
         """Tells the kernel that tokens low to high are read soon; returns at once."""
         if self.mapped is not None:
             begin, end = self._byte_range(low, high)
-            if self.verifier is not None:
-                begin, end = self.verifier.bytes_to_read(begin, end)
+            if self.verifier is not None and not self.verifier.is_verified(begin, end):  # it reads whole chunks
+                begin, end = begin // CHUNK * CHUNK, min(-(-end // CHUNK) * CHUNK, len(self.mapped))
             aligned = begin - begin % mmap.PAGESIZE
             self.mapped.madvise(mmap.MADV_WILLNEED, aligned, end - aligned)
 

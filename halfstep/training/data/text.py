@@ -16,7 +16,7 @@ import platform
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -49,14 +49,8 @@ _LINE_END = re.compile(rb"\n")
 def stdlib_documents() -> tuple[list[Document], str]:
     """Reads the text that every Python installation carries; returns the documents and their description."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = library_paths(root)
-    if not paths:
-        raise DataContentError(
-            f"this Python has no standard library as text in `{root}`",
-            hint="name a text file or a folder of text with `--set data.source=PATH`",
-        )
-    documents, skipped = read_texts(paths, root)
-    return documents, _describe(f"the standard library of Python {platform.python_version()}", documents, skipped)
+    what = f"the standard library of Python {platform.python_version()}"
+    return _read_several(Walked(library_paths(root), {}), root, what, STDLIB)
 
 
 def library_paths(root: Path) -> list[Path]:
@@ -122,7 +116,7 @@ def end_of_piece(content: bytes, low: int, high: int) -> int:
     return high
 
 
-def read_texts(paths: Iterable[Path], root: Path | None) -> tuple[list[Document], dict[str, int]]:
+def _read_texts(paths: Iterable[Path], root: Path | None) -> tuple[list[Document], Counter[str]]:
     """Reads the texts among some files; also returns how many others there were, by kind."""
     documents: list[Document] = []
     skipped: Counter[str] = Counter()
@@ -136,7 +130,7 @@ def read_texts(paths: Iterable[Path], root: Path | None) -> tuple[list[Document]
         elif content:
             name = path.relative_to(root).as_posix() if root else str(path)
             documents.append(Document(name, content if content.endswith(b"\n") else content + b"\n", str(path)))
-    return documents, dict(skipped)
+    return documents, skipped
 
 
 def _read_several(walked: Walked, root: Path | None, what: str, source: str) -> tuple[list[Document], str]:
@@ -146,9 +140,11 @@ def _read_several(walked: Walked, root: Path | None, what: str, source: str) -> 
         raise _records_error(f"`{source}` holds {contents}", source)
     texts = [path for path in walked.files if kind_of(path) == "text"]
     _check_size(texts, source)
-    documents, unread = read_texts(texts, root)
+    documents, unread = _read_texts(texts, root)
     records = Counter({DESCRIPTIONS[kind]: number for kind, number in kinds.items() if kind != "text"})
-    description = _describe(what, documents, Counter(unread) + Counter(walked.skipped) + records)
+    skipped = describe_skipped(unread + Counter(walked.skipped) + records)
+    counts = [f"{len(documents)} texts", *(f"{each} skipped" for each in skipped)]
+    description = f"{what} ({', '.join(counts)})"
     if not documents:
         raise DataContentError(
             f"there is no text in {description}",
@@ -185,8 +181,3 @@ def _read(path: Path) -> bytes | str:
     except UnicodeDecodeError:
         return "binary"
     return "binary" if b"\0" in content else content
-
-
-def _describe(what: str, documents: list[Document], skipped: Mapping[str, int]) -> str:
-    counts = [f"{len(documents)} texts", *(f"{each} skipped" for each in describe_skipped(skipped))]
-    return f"{what} ({', '.join(counts)})"

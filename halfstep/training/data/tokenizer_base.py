@@ -19,7 +19,6 @@ that starts with one; such a text counts one byte too few.)
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -31,7 +30,6 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from halfstep.config.reading import read_bytes
 from halfstep.config.schema import Count
 from halfstep.core.errors import how_to_install
 from halfstep.training.data.types import DamagedDataError, TokenArray, TokenizerError
@@ -143,14 +141,9 @@ class Tokenizer(ABC):
         return TokenizerIdentity(self.kind, self.name, self.file, digest, self.vocabulary, self.separator)
 
     def save(self, folder: Path) -> None:
-        """Writes the tokenizer's file into a folder, unless it is already there."""
-        if self.file is None:
-            return
-        path = folder / self.file
-        with suppress(OSError):
-            if read_bytes(path, len(self.content)) == self.content:
-                return
-        write_whole(path, self.content)
+        """Writes the tokenizer's file into a folder."""
+        if self.file is not None:
+            write_whole(folder / self.file, self.content)
 
     @abstractmethod
     def _pieces(self) -> list[bytes] | None:

@@ -216,10 +216,10 @@ class Monitor:
 
     def shadow(self, step: int, micro_batches: Tokens) -> None:
         """Compares the step that these tokens will make with fp32, and records it."""
-        session: Any = self._session
+        assert self._session is not None
         self._job.set_activity(f"comparing step {step} with fp32", timed=False)
         with self._meters.part("monitor"):
-            result: Shadow = session.shadow(micro_batches)
+            result = self._session.shadow(micro_batches)
             self._events.write("shadow", step=step, **result.to_event())
         finding = shadow_finding(result)
         if finding is None:

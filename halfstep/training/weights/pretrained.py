@@ -92,9 +92,8 @@ def open_pretrained(path: str, model: ModelConfig, digest: str = "") -> Pretrain
     file = _open(path)
     layout = _layout_of(file)
     tensors = layout.without_prefix(file.tensors)
-    _check_twice(file, tensors)
     _check_settings(file.place, layout, model, _expected_settings(file, layout, tensors))
-    used = _check_tensors(file.place, layout, model, tensors)
+    used = _check_tensors(file, layout, model, tensors)
     notes = [*file.notes, *(layout.notes(file.config) if file.config else [])]
     if file.config is None and layout is not OWN:
         unchecked = "heads, activation, epsilon and rope base are the recipe's, unchecked"
@@ -223,17 +222,6 @@ def _expected_settings(file: _File, layout: Layout, tensors: Tensors) -> Setting
     return {**shown, **{key: getattr(model, key) for key in stated}}
 
 
-def _check_twice(file: _File, tensors: Tensors) -> None:
-    """Refuses one tensor under two names, with the prefix of its layout and without."""
-    kept = {tensor.name for tensor in tensors.values()}
-    for name in file.tensors.keys() - kept:
-        short = next(key for key in tensors if name.endswith(key) and tensors[key].name != name)
-        raise WeightsFitError(
-            f"`{name}` and `{tensors[short].name}` of `{file.place}` are the same parameter",
-            hint="the file holds parts of two models: write it again with one of them",
-        )
-
-
 def _check_settings(place: Path, layout: Layout, model: ModelConfig, expected: Settings) -> None:
     off = _mismatches(model, expected)
     # Some follow from others: an MLP of four times the width fits as soon as the width does.
@@ -264,8 +252,9 @@ def _mismatches(model: ModelConfig, expected: Settings) -> Settings:
     return {key: there for key, there in expected.items() if not loose.get(key, here[key] == there)}
 
 
-def _check_tensors(place: Path, layout: Layout, model: ModelConfig, tensors: Tensors) -> set[str]:
+def _check_tensors(file: _File, layout: Layout, model: ModelConfig, tensors: Tensors) -> set[str]:
     """Checks that our parameters are there and none of their tensors is left over; returns the names used."""
+    place = file.place
     used = {"lm_head.weight"} if model.tied else set()  # equal to the embedding, else it was refused
     sources = layout.sources(model)
     for name, shape in parameter_shapes(model).items():
@@ -289,11 +278,12 @@ def _check_tensors(place: Path, layout: Layout, model: ModelConfig, tensors: Ten
             )
         tensor.check_format()
         used.update(layout.pieces(tensors, source.name))
-    over = [name for name in tensors if name not in used and not layout.skip_reason(name)]
-    if over:
+    # Of one parameter under two names, with the prefix of the layout and without, one is left over.
+    known = {tensor.name for name, tensor in tensors.items() if name in used or layout.skip_reason(name)}
+    if over := [name for name in file.tensors if name not in known]:
         raise WeightsFitError(
-            f"`{tensors[over[0]].name}` of `{place}` has no place in our decoder ({len(over)} such tensors)",
-            hint="the file holds more than a language model: write it again without",
+            f"`{over[0]}` of `{place}` has no place in our decoder ({len(over)} such tensors)",
+            hint="the file holds more than one language model: write it again without the rest",
         )
     return used & tensors.keys()
 

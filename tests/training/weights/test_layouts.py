@@ -245,8 +245,8 @@ ODD = {
     ),
     "one parameter by two names": (
         lambda path: write(path, tensors_of() | {"transformer.wpe.weight": tensors_of()["wpe.weight"] + 1}),
-        "`(transformer.)?wpe.weight` and `(transformer.)?wpe.weight` of .* are the same parameter",
-        "parts of two models",
+        "`(transformer.)?wpe.weight` of .* has no place in our decoder",
+        "more than one language model",
     ),
     "nobody's home": (lambda path: "~nobody-of-that-name/x", "cannot be read", "write the path out"),
     "no tensors": (lambda path: write(path, {"x": NAN}, None), "no tensor that identifies its model", "prepare"),

@@ -14,10 +14,9 @@ import codecs
 import gzip
 import io
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, Literal, TypeAlias, cast
@@ -39,8 +38,6 @@ MOST_LINE = 1 << 26
 NEWLINE = b"\n"
 
 Payload: TypeAlias = bytes | tuple[bytes, ...] | tuple[str | None, ...]
-# Of a table: the number of rows in a group, and a function that reads its text column in parts.
-RowGroup: TypeAlias = tuple[int, Callable[[], Iterator[Any]]]
 
 
 @dataclass(frozen=True)
@@ -137,11 +134,10 @@ def _rows(file: SourceFile, start: Position, before: int, field: str) -> Iterato
     """Yields rows, counted from 0. A block ends after the row that fills it."""
     arrow = import_optional("pyarrow", f"reading `{file.path}`")
     with _named_errors(file.path, arrow.ArrowException):
-        groups = _row_groups(file, field, arrow)
-        total = sum(number for number, _ in groups)
+        total, columns = _open_table(file, field, start.offset, arrow)
         texts: list[str | None] = []
         size, row = 0, start.offset
-        for column in _columns(groups, start.offset):
+        for column in columns:
             for text in _read_texts(file.path, column, row):
                 texts.append(text)
                 size, row = size + len(text or ""), row + 1
@@ -153,12 +149,16 @@ def _rows(file: SourceFile, start: Position, before: int, field: str) -> Iterato
                     texts, size = [], 0
 
 
-def _row_groups(file: SourceFile, field: str, arrow: Any) -> list[RowGroup]:
+def _open_table(file: SourceFile, field: str, first: int, arrow: Any) -> tuple[int, Iterator[Any]]:
+    """Returns the number of rows of a table, and its text column from row `first` on, in parts."""
     if file.kind == "parquet":
         table = import_optional("pyarrow.parquet", f"reading `{file.path}`").ParquetFile(file.path)
         _check_column(file.path, table.schema_arrow, field, arrow)
-        sizes = [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
-        return [(rows, partial(_read_row_group, table, group, field)) for group, rows in enumerate(sizes)]
+        ends = [*accumulate(table.metadata.row_group(group).num_rows for group in range(table.num_row_groups))]
+        left = [group for group, end in enumerate(ends) if end > first]  # no other group is read
+        row = ends[left[0] - 1] if left and left[0] else 0
+        batches = table.iter_batches(ROWS_AT_ONCE, row_groups=left, columns=[field]) if left else ()
+        return (ends or [0])[-1], _drop_rows((batch.column(0) for batch in batches), first - row)
     mapped = arrow.memory_map(str(file.path))
     if bytes(mapped.read(6)) == b"ARROW1":  # an arrow file has one of two forms
         opened = arrow.ipc.open_file(mapped)
@@ -168,26 +168,19 @@ def _row_groups(file: SourceFile, field: str, arrow: Any) -> list[RowGroup]:
         opened = arrow.ipc.open_stream(mapped)
         batches = list(opened)
     _check_column(file.path, opened.schema, field, arrow)
-    return [(batch.num_rows, partial(_slices, batch.column(field))) for batch in batches]
+    parts = (
+        batch.column(field)[low : low + ROWS_AT_ONCE]
+        for batch in batches
+        for low in range(0, batch.num_rows, ROWS_AT_ONCE)
+    )
+    return sum(batch.num_rows for batch in batches), _drop_rows(parts, first)
 
 
-def _read_row_group(table: Any, group: int, field: str) -> Iterator[Any]:
-    return (batch.column(0) for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=[field]))
-
-
-def _slices(column: Any) -> Iterator[Any]:
-    return (column[low : low + ROWS_AT_ONCE] for low in range(0, len(column), ROWS_AT_ONCE))
-
-
-def _columns(groups: list[RowGroup], first: int) -> Iterator[Any]:
-    row = 0
-    for num_rows, read in groups:
-        if row + num_rows <= first:
-            row += num_rows
-            continue
-        for column in read():
-            yield column[max(0, first - row) :]
-            row += len(column)
+def _drop_rows(columns: Iterable[Any], number: int) -> Iterator[Any]:
+    for column in columns:
+        if number < len(column):
+            yield column[number:]
+        number = max(0, number - len(column))
 
 
 def _read_texts(path: Path, rows: Any, first: int) -> Iterator[str | None]:

@@ -67,7 +67,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer, field: str, validation: float):
         self.tokenizer, self.field, self.validation = tokenizer, field, validation
-        self.dtype = token_type(tokenizer.vocabulary)
+        self.dtype: np.dtype[np.unsignedinteger] = np.dtype("<u2" if tokenizer.vocabulary <= 1 << 16 else "<u4")
 
     def encode(self, block: Block) -> Encoded:
         """Returns the tokens of a block."""
@@ -93,11 +93,6 @@ class Encoder:
         starts = np.cumsum([0, *(len(tokens) for tokens in texts)], dtype=np.int64)[:-1]
         joined = np.concatenate(texts) if texts else np.empty(0, dtype=np.uint32)
         return Part(joined.astype(self.dtype), starts, size)
-
-
-def token_type(vocabulary: int) -> np.dtype[np.unsignedinteger]:
-    """Returns the type of tokens in shards: two bytes if the vocabulary fits, else four."""
-    return np.dtype("<u2" if vocabulary <= 1 << 16 else "<u4")
 
 
 def documents(block: Block, field: str, validation: float, skipped: Counter[str]) -> Iterator[SidedText]:

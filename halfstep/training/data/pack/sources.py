@@ -136,13 +136,12 @@ def find_sources(given: Sequence[str], only: str | None = None) -> list[Source]:
 
 def _find_duplicate(sources: Sequence[Source]) -> tuple[Path, str, str] | None:
     """Returns a file that two sources name, and those sources: its text would count twice."""
-    known: dict[str, str] = {}
+    known: dict[str, Source] = {}
     for source in sources if len(sources) > 1 else ():
-        places = {os.path.realpath(file.path): file.path for file in source.files}
-        for place, path in places.items():
-            if place in known:
-                return path, known[place], source.given
-        known |= dict.fromkeys(places, source.given)
+        for file in source.files:
+            first = known.setdefault(os.path.realpath(file.path), source)
+            if first is not source:
+                return file.path, first.given, source.given
     return None
 
 
