@@ -23,7 +23,7 @@ from halfstep.core.policy import Policy
 from halfstep.training.data.batches import Batches, Prefetch, validation_readers
 from halfstep.training.data.load import load_corpus
 from halfstep.training.evaluation import evaluate
-from halfstep.training.schedule import factor
+from halfstep.training.schedule import factor_of
 from halfstep.training.session import open_session
 from halfstep.training.weights.artifact import masters, origin_of, score
 
@@ -167,14 +167,7 @@ class Source(Trainer):
 
     def update(self, tokens: Any) -> Any:
         """Takes one update; returns its loss, still on the device."""
-        training = self.config.training
-        rate = factor(
-            np.float32(self.done),
-            steps=training.steps,
-            warmup=training.warmup_steps,
-            warmdown_share=training.warmdown,
-            xp=np,
-        )
+        rate = factor_of(self.config.training)(np.float32(self.done), np)
         return self.arm.step(self.done, [self.batch(part) for part in tokens], float(rate))
 
     def evaluate(self) -> float:

@@ -39,7 +39,7 @@ from halfstep.training.run.opening import open_parts
 from halfstep.training.run.response import Responder, RollBackError
 from halfstep.training.run.resume import Opened
 from halfstep.training.run.signals import StopRequest
-from halfstep.training.schedule import factor
+from halfstep.training.schedule import factor_of
 from halfstep.training.telemetry import loggers
 from halfstep.training.telemetry.events import Events, NoEvents
 from halfstep.training.telemetry.meters import UNMEASURED, Ceiling, Meters, Tally
@@ -412,10 +412,7 @@ class Loop:
         self.responder.check(tally.step, numbers)
 
     def _learning_rate(self, applied: int) -> float:
-        training = self.config.training
-        warmup, warmdown = training.warmup_steps, training.warmdown
-        rate = factor(np.float32(applied), steps=training.steps, warmup=warmup, warmdown_share=warmdown, xp=np)
-        return float(rate) * self.config.optimizer.matrix_rate
+        return float(factor_of(self.config.training)(np.float32(applied), np)) * self.config.optimizer.matrix_rate
 
     def _evaluate(self) -> Evaluation | None:
         """Evaluates the model and reports it; None if a signal came, because stopping does not wait for it."""

@@ -15,14 +15,22 @@ integer or a float scalar (fp32 counts exactly to 2^24); the strict array API di
 Muon's momentum rises along a straight line, from `start` at the first update to `end` after `warmup` of them.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from halfstep.config.run import TrainingConfig
 from halfstep.core.scaling import Namespace
 
 Scalar = Any
 
 
-def factor(step: Scalar, *, steps: int, warmup: int, warmdown_share: float, xp: Namespace) -> Scalar:
+def factor_of(training: TrainingConfig) -> Callable[[Scalar, Namespace], Scalar]:
+    """Returns the factor of a run as a function of the updates applied so far and their array namespace."""
+    return partial(factor, steps=training.steps, warmup=training.warmup_steps, warmdown_share=training.warmdown)
+
+
+def factor(step: Scalar, xp: Namespace, *, steps: int, warmup: int, warmdown_share: float) -> Scalar:
     """Returns what the learning rate is multiplied by after `step` applied updates: a scalar of `xp` in (0, 1]."""
     assert steps >= 1
     assert warmup >= 0
@@ -35,7 +43,7 @@ def factor(step: Scalar, *, steps: int, warmup: int, warmdown_share: float, xp: 
     return xp.where(fall < rise, fall, rise)
 
 
-def momentum(step: Scalar, *, start: float, end: float, warmup: int, xp: Namespace) -> Scalar:
+def momentum(step: Scalar, xp: Namespace, *, start: float, end: float, warmup: int) -> Scalar:
     """Returns Muon's momentum after `step` applied updates, a scalar of `xp`."""
     assert warmup >= 1
     share = xp.where(step < warmup, step / warmup, 1.0)

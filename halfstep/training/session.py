@@ -1,6 +1,7 @@
 """Opens the session (config/session.py) of a run on its backend, if the backend and its device are there."""
 
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -11,7 +12,7 @@ from halfstep.config.weights import Weights
 from halfstep.core.errors import MissingPackageError, how_to_install
 from halfstep.core.policy import Policy
 from halfstep.training import memory
-from halfstep.training.schedule import factor, momentum
+from halfstep.training.schedule import factor_of, momentum
 
 
 def backend_module(backend: str, name: str) -> Any:
@@ -54,24 +55,15 @@ def open_session(
         policy = policy.evaluation().without_training()
         training = replace(config.training, ema=0.0)
         config = replace(config, training=training, parallel=ParallelConfig(), schedule=())
-    training, optimizer = config.training, config.optimizer
-
-    def schedule(applied: Any, xp: Any) -> Any:
-        return factor(
-            applied, steps=training.steps, warmup=training.warmup_steps, warmdown_share=training.warmdown, xp=xp
-        )
-
-    def warming(applied: Any, xp: Any) -> Any:
-        start, end = optimizer.muon_momentum_start, optimizer.muon_momentum
-        return momentum(applied, start=start, end=end, warmup=optimizer.muon_momentum_warmup, xp=xp)
-
+    optimizer, warming = config.optimizer, None
+    if train and optimizer.name == "muon" and optimizer.muon_momentum_warmup > 0:
+        ends = {"start": optimizer.muon_momentum_start, "end": optimizer.muon_momentum}
+        warming = partial(momentum, **ends, warmup=optimizer.muon_momentum_warmup)
+    schedule = factor_of(config.training) if train else None
     capacity = check_device(config, policy, device, train=train)
     check_later(config.schedule, lambda later: check_device(config, later, device, train=train))
-    warms = train and optimizer.name == "muon" and optimizer.muon_momentum_warmup > 0
     with memory.convert_oom(module.memory.is_out_of_memory, lambda: memory.oom_while_building(config, capacity)):
-        session: Session = module.Session(
-            config, policy, device, schedule if train else None, weights, momentum=warming if warms else None
-        )
+        session: Session = module.Session(config, policy, device, schedule, weights, momentum=warming)
     return session
 
 
