@@ -81,29 +81,13 @@ class Job:
 
     def __init__(self, host: Host | None = None):
         self.host = host
+        self.rank, self.ranks = (0, 1) if host is None else (host.rank, host.ranks)
+        self.owner = self.rank == 0  # of the folder, the events and the terminal
+        # What `Batches.at` takes to read this rank's share of an update: nothing if it reads all.
+        self.share: tuple[int, ...] = () if self.ranks == 1 else (self.rank, self.ranks)
+        self.is_sharded = False  # whether each process has a part of the state
         self._watchdog: Watchdog | None = None
         self._device: str | None = None
-        self.is_sharded = False  # whether each process has a part of the state
-
-    @property
-    def rank(self) -> int:
-        """The number of this process."""
-        return 0 if self.host is None else self.host.rank
-
-    @property
-    def ranks(self) -> int:
-        """How many processes there are."""
-        return 1 if self.host is None else self.host.ranks
-
-    @property
-    def share(self) -> tuple[int, ...]:
-        """What `Batches.at` takes to read this rank's share of an update: nothing if it reads all."""
-        return () if self.ranks == 1 else (self.rank, self.ranks)
-
-    @property
-    def owner(self) -> bool:
-        """Whether this process owns the folder, the events and the terminal."""
-        return self.rank == 0
 
     def connect(self, config: RunConfig, device: str | None) -> str | None:
         """Connects the devices of all processes; returns the device of this one. Idempotent."""

@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -153,31 +153,22 @@ class Saved:
     trouble: HalfstepError | None = None
 
 
+@dataclass(eq=False)
 class Saver:
-    """Writes the checkpoints of a run, one at a time. Every method is called by the training thread.
+    """Writes the checkpoints of a run, one at a time. Every method is called by the training thread."""
 
-    Of several ranks that share the state, each has its number, and all have one `token`, which no other job has.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        retention: Retention,
-        saved_step: int | None = None,
-        *,
-        rank: int = 0,
-        ranks: int = 1,
-        token: str = "",
-    ):
-        self.folder, self.retention = folder, retention
-        self.rank, self.ranks, self.token = rank, ranks, token
-        self._number = 0  # of the save: a step may be saved again after a failure
-        self.saved_step = saved_step  # the newest that is complete
-        self.waited = 0.0  # seconds in which training stood still, in all
-        self.longest = 0.0  # seconds the longest save took
-        self._known: dict[Path, Candidate] = {}  # whose manifests were read or written already
-        self._thread: threading.Thread | None = None
-        self._done: SimpleQueue[Saved | BaseException] = SimpleQueue()
+    folder: Path
+    retention: Retention
+    saved_step: int | None = None  # the newest that is complete
+    rank: int = 0  # of several that share the state
+    ranks: int = 1
+    token: str = ""  # of all ranks, and of no other job
+    waited: float = field(default=0.0, init=False)  # seconds in which training stood still, in all
+    longest: float = field(default=0.0, init=False)  # seconds the longest save took
+    _number: int = field(default=0, init=False)  # of the save: a step may be saved again after a failure
+    _known: dict[Path, Candidate] = field(default_factory=dict, init=False)  # whose manifests were read already
+    _thread: threading.Thread | None = field(default=None, init=False)
+    _done: SimpleQueue[Saved | BaseException] = field(default_factory=SimpleQueue, init=False)
 
     def save(
         self,

@@ -8,6 +8,7 @@ started that would not end in time, judging by the longest one so far. Nothing h
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,34 +43,25 @@ def _raise_no_memory() -> dict[str, Stored]:
     raise CheckpointWriteError(NO_MEMORY)
 
 
+@dataclass(eq=False)
 class Checkpointer:
-    """Saves, reports it, and rolls back.
+    """Saves, reports it, and rolls back."""
 
-    `describe(step, held_out)` returns what a manifest holds; `load` puts a checkpoint back into the session.
-    """
-
-    def __init__(
-        self,
-        saver: Saver,
-        session: Session,
-        health: Health,
-        events: Events,
-        bar: Progress,
-        describe: Callable[[int, float | None], Mapping[str, Any]],
-        load: Callable[[Loaded], object],
-        stop: StopRequest,
-        deadline: float | None = None,
-        job: Job | None = None,
-    ):
-        self.job = job or Job()
-        self.saver, self.session, self.health = saver, session, health
-        self.events, self.bar, self.describe, self.load = events, bar, describe, load
-        self.stop, self.deadline = stop, deadline
-        self.failed: Saved | None = None  # the newest save, if it failed
-        self._held_out: dict[int, float] = {}
-        self._warned_of_waiting = False
-        self._events_wait = False
-        self._is_last = False  # whether no step follows
+    saver: Saver
+    session: Session
+    health: Health
+    events: Events
+    bar: Progress
+    describe: Callable[[int, float | None], Mapping[str, Any]]  # (step, held-out loss) -> what a manifest holds
+    load: Callable[[Loaded], object]  # puts a checkpoint back into the session
+    stop: StopRequest
+    deadline: float | None = None
+    job: Job = field(default_factory=Job)
+    failed: Saved | None = field(default=None, init=False)  # the newest save, if it failed
+    _held_out: dict[int, float] = field(default_factory=dict, init=False)
+    _warned_of_waiting: bool = field(default=False, init=False)
+    _events_wait: bool = field(default=False, init=False)
+    _is_last: bool = field(default=False, init=False)  # whether no step follows
 
     def save(self, step: int, held_out: float | None = None) -> None:
         """Saves in the background, once the save in progress is done; not if that one lasts past the deadline."""

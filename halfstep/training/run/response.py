@@ -11,6 +11,7 @@ a loss that stays up             back to the newest checkpoint from before, if t
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from halfstep.config.session import Session
@@ -31,24 +32,23 @@ class RollBackError(Exception):
     """The loss jumped and stays up: the steps since the last good checkpoint are given up."""
 
 
+@dataclass(eq=False)
 class Responder:
     """Checks the numbers of each step."""
 
-    def __init__(
-        self,
-        health: Health,
-        batches: Batches,
-        session: Session,
-        checkpointer: Checkpointer,
-        tally: Tally,
-        job: Job | None = None,
-        meters: Meters | None = None,
-    ):
-        """`meters` count the time of searches for causes; without them, only a run that must stop is searched."""
-        self.job, self.meters = job or Job(), meters
-        self._searched = -REST  # the step at which a cause was last sought
-        self.health, self.batches, self.session, self.checkpointer = health, batches, session, checkpointer
-        self.tally, self.alarm = tally, ScaleAlarm(session.policy.scale)
+    health: Health
+    batches: Batches
+    session: Session
+    checkpointer: Checkpointer
+    tally: Tally
+    job: Job
+    meters: (
+        Meters | None
+    )  # count the time of searches for causes; without them, only a run that must stop is searched
+    _searched: int = field(default=-REST, init=False)  # the step at which a cause was last sought
+
+    def __post_init__(self) -> None:
+        self.change_policy(self.session.policy)
 
     def change_policy(self, policy: Policy) -> None:
         """Watches the loss scale of another policy from here on."""
