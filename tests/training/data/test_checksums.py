@@ -143,16 +143,6 @@ def test_damage_anywhere_is_named_when_its_chunk_is_read(flip, folder, at, read)
 
 
 @pytest.mark.parametrize("read", READERS)
-@pytest.mark.parametrize("at", [UNSEEN[0], UNSEEN[1]])
-def test_a_window_on_two_chunks_needs_both(flip, folder, at, read):
-    tokens = corpus_of(folder).train
-    flip(folder / SHARD, at)
-    with pytest.raises(DamagedDataError):
-        read(tokens, 20_000 + 7_679, 2)
-    assert len(read(corpus_of(folder).train, 20_000 + (7_680 if at < 16_384 else 7_679), 1)) == 1
-
-
-@pytest.mark.parametrize("read", READERS)
 @pytest.mark.parametrize("name", ["train_000000.bin", SHARD])
 def test_a_window_on_two_shards_needs_both(flip, folder, name, read):
     tokens = corpus_of(folder).train

@@ -107,16 +107,24 @@ def test_shards_are_mapped_not_read(tmp_path):
         corpus.train[::2]
 
 
-def test_a_damaged_window_is_named_when_its_batch_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "SCANNED_AT_LOAD", 10)
-    for version, bad in ((1, 600), (2, 2**31 + 5)):
-        tokens = numbers(1, 3000, high=500).astype(np.uint32)
-        tokens[2000] = bad
-        write_shard(tmp_path / "train.bin", tokens, version=version)
-        write_shard(tmp_path / "val.bin", numbers(2, 200, high=500))
-        feed = Batches(load_corpus(str(tmp_path), 0.1, 512).train, context=9, batch=4, micro_batches=1, seed=0)
+@pytest.mark.parametrize(("version", "bad"), [(1, 600), (2, 2**31 + 5)])
+def test_a_token_past_the_scan_is_found_when_it_is_read_alone_or_in_a_batch(tmp_path, monkeypatch, version, bad):
+    monkeypatch.setattr(shards, "SCANNED_AT_LOAD", 100)
+    monkeypatch.setattr(shards, "SCANNED_AT_ONCE", 30)
+    tokens = numbers(1, 3000, high=500).astype(np.uint32)
+    tokens[2000] = bad
+    write_shard(tmp_path / "train.bin", tokens, version=version)
+    write_shard(tmp_path / "val.bin", numbers(2, 200, high=500))
+    train = load_corpus(str(tmp_path), 0.1, 512).train
+    assert len(train[1900:2000]) == 100
+    feed = Batches(train, context=9, batch=4, micro_batches=1, seed=0)
+    for read in (lambda: train[1990:2010], lambda: [feed.at(step) for step in range(83)]):
         with pytest.raises(VocabularyError, match=rf"train\.bin` contains token {bad} at offset 2000"):
-            [feed.at(step) for step in range(83)]
+            read()
+    tokens[99] = 601
+    write_shard(tmp_path / "train.bin", tokens, version=version)
+    with pytest.raises(VocabularyError, match=r"token 601 at offset 99"):
+        load_corpus(str(tmp_path), 0.1, 512)
 
 
 def test_version_2_has_four_bytes_per_token(tmp_path):
@@ -194,20 +202,3 @@ def test_a_bad_shard_and_one_that_cannot_be_opened_are_named(tmp_path):
     (tmp_path / "a.bin").mkdir()
     with pytest.raises(DataNotFoundError, match=r"cannot read shard `.*a\.bin`"):
         open_shard(tmp_path / "a.bin")
-
-
-def test_a_token_past_the_scan_is_found_when_it_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "SCANNED_AT_LOAD", 100)
-    monkeypatch.setattr(shards, "SCANNED_AT_ONCE", 30)
-    tokens = numbers(1, 1000, high=500)
-    tokens[700] = 600
-    write_shard(tmp_path / "train.bin", tokens)
-    write_shard(tmp_path / "val.bin", numbers(2, 200, high=500))
-    corpus = load_corpus(str(tmp_path), 0.1, 512)
-    assert len(corpus.train[600:700]) == 100
-    with pytest.raises(VocabularyError, match=r"train\.bin` contains token 600 at offset 700"):
-        corpus.train[690:710]
-    tokens[99] = 601
-    write_shard(tmp_path / "train.bin", tokens)
-    with pytest.raises(VocabularyError, match=r"token 601 at offset 99"):
-        load_corpus(str(tmp_path), 0.1, 512)

@@ -111,31 +111,19 @@ def test_a_tiktoken_encoding_comes_back_from_its_file(text):
 
 
 def test_metaspace_and_malformed_byte_tokens_are_read_from_their_decoder():
-    pytest.importorskip("tokenizers")
+    library = pytest.importorskip("tokenizers")
     vocabulary = {"<unk>": 0, "</s>": 1, "\u2581": 2, "a": 3, "b": 4, "\u2581a": 5, "<0xC3>": 6, "<0xA9>": 7}
-    written = {
-        "version": "1.0",
-        "added_tokens": [
-            {"id": 0, "content": "<unk>", "special": True, "single_word": False, "lstrip": False, "rstrip": False,
-             "normalized": False},
-            {"id": 1, "content": "</s>", "special": True, "single_word": False, "lstrip": False, "rstrip": False,
-             "normalized": False},
-        ],
-        "normalizer": {"type": "Sequence", "normalizers": [
-            {"type": "Prepend", "prepend": "\u2581"},
-            {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}]},
-        "pre_tokenizer": None, "post_processor": None, "truncation": None, "padding": None,
-        "decoder": {"type": "Sequence", "decoders": [
-            {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}, {"type": "ByteFallback"},
-            {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
-        "model": {"type": "BPE", "vocab": vocabulary, "merges": [["\u2581", "a"]], "unk_token": "<unk>",
-                  "byte_fallback": True, "fuse_unk": True},
-    }  # fmt: skip
-    tokenizer = HuggingFace("m", json.dumps(written).encode(), 1)
+    options = {"unk_token": "<unk>", "byte_fallback": True, "fuse_unk": True}
+    llama = library.Tokenizer(library.models.BPE(vocabulary, [("\u2581", "a")], **options))
+    normal, undo = library.normalizers, library.decoders
+    llama.normalizer = normal.Sequence([normal.Prepend("\u2581"), normal.Replace(" ", "\u2581")])
+    steps = [undo.Replace("\u2581", " "), undo.ByteFallback(), undo.Fuse(), undo.Strip(" ", 1, 0)]
+    llama.decoder = undo.Sequence(steps)
+    llama.add_special_tokens(["<unk>", "</s>"])
+    tokenizer = HuggingFace("m", llama.to_str().encode(), 1)
     assert tokenizer.pieces == [b"", b"", b" ", b"a", b"b", b" a", b"\xc3", b"\xa9"]
     for text in ("ab", "a b", "é a", " a"):
         check_round_trip(tokenizer, text)
-    library = pytest.importorskip("tokenizers")
     tokenizer = library.Tokenizer(library.models.BPE({"<0xzz>": 0, "<0x0A>": 1, "\u2581a": 2, "</s>": 3}, []))
     tokenizer.decoder = library.decoders.Metaspace()
     assert HuggingFace("t", tokenizer.to_str().encode(), None).pieces == [b"<0xzz>", b"\n", b" a", b"</s>"]

@@ -5,10 +5,6 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
@@ -183,29 +179,6 @@ def test_a_kill_at_every_write_loses_nothing(source, tmp_path, monkeypatch, inst
         assert files(out) == files(tmp_path / "whole")
         shutil.rmtree(out)
     assert number > 10
-
-
-@pytest.mark.prove
-def test_kill_9_of_the_command(source, tmp_path, monkeypatch):
-    monkeypatch.undo()  # blocks of their usual size, in a process of its own
-    path = tmp_path / "long.jsonl"
-    path.write_text("".join(json.dumps({"text": text * 40}) + "\n" for text in texts(3000)))
-    out = tmp_path / "out"
-    command = [sys.executable, "-m", "halfstep", "data", "pack", str(path), "--out", str(out), "--tokenizer",
-               "bytes", "--workers", "1", "--shard-tokens", "500000", "--validation", "0.2"]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not (out / "train_000001.bin").exists() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -9
-    request = PackRequest(validation=0.2, shard_tokens=500_000)
-    assert (out / "packing.json").exists()
-    before = (out / "train_000000.bin").stat().st_mtime_ns
-    packed(str(path), out, request=request)
-    packed(str(path), tmp_path / "whole", request=request)
-    assert files(out) == files(tmp_path / "whole")
-    assert (out / "train_000000.bin").stat().st_mtime_ns == before  # what was finished is not done again
 
 
 @pytest.mark.parametrize("finished", [True, False])
