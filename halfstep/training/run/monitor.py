@@ -216,10 +216,10 @@ class Monitor:
 
     def shadow(self, step: int, micro_batches: Tokens) -> None:
         """Compares the step that these tokens will make with fp32, and records it."""
-        assert self._session is not None
+        session: Any = self._session  # of torch: other backends refuse the setting
         self._job.set_activity(f"comparing step {step} with fp32", timed=False)
         with self._meters.part("monitor"):
-            result = self._session.shadow(micro_batches)
+            result: Shadow = session.shadow(micro_batches)
             self._events.write("shadow", step=step, **result.to_event())
         finding = shadow_finding(result)
         if finding is None:
