@@ -79,9 +79,8 @@ def prepare(
         policy, lambda: measured_choice(model, tokens, alone=ranks is None), device
     )
     conversion = apply(model, policy, cast_inputs=cast_inputs)
-    parts = (model, optimizer, conversion, clip_norm)
-    options: dict[str, Any] = {"seed": seed, "ema": ema, "compile": compiled, "choice": choice, "note": note}
-    return Run(*parts, **options, warns=True, ranks=ranks)
+    made: dict[str, Any] = {"seed": seed, "ema": ema, "compile": compiled, "choice": choice, "note": note}
+    return Run(model, optimizer, conversion, clip_norm, **made, warns=True, ranks=ranks)
 
 
 class Run(Engine):
@@ -236,7 +235,7 @@ class Run(Engine):
 
     def summary(self) -> str:
         """Describes what was converted and what was not, with reasons."""
-        return "\n".join(_summarize(self))
+        return "\n".join(summarize(self))
 
 
 def summarize(run: Any) -> Iterator[str]:

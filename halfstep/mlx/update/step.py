@@ -379,7 +379,7 @@ class Engine:
             set_random_key(key)
 
     def _update(self, total: dict[str, Any]) -> tuple[mx.array, mx.array, mx.array]:
-        """Replaces the live arrays; returns the loss, whether the step was finite, and the norm before clipping."""
+        """Replaces the live arrays; returns the loss, whether the step was finite, and the unclipped norm."""
         norm = norm_of(total["arrays"])
         if "finite" in total:  # `unscale` returned these gradients
             finite, factor = mx.isfinite(norm) & total["finite"], mx.array(1.0)
