@@ -154,13 +154,6 @@ def test_native_and_plain_are_rounded_by_their_dtype_alone():
     assert with_weight_grad_format(x, NATIVE) is x
 
 
-def test_a_parameters_gradient_is_rounded_to_the_format_of_weight_gradients():
-    casts, g, p = of("bf16-mixed,grad_weight=bf16"), draw(64, seed=1), draw(64)
-    y, grad = gradients(lambda p: with_weight_grad_format(p, casts), g, p)
-    assert equal(y, p)
-    assert equal(grad, bf16(g))
-
-
 @BOTH
 def test_a_layer_compiles_to_the_same_bits(casts):
     x, w, g = draw(4, 8), draw(6, 8, seed=1), draw(4, 6, seed=2)

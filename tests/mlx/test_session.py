@@ -4,7 +4,6 @@ import mlx.core as mx
 import pytest
 
 from halfstep.config.load import load
-from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.mlx import session as module
 from halfstep.mlx.session import Session
@@ -49,16 +48,6 @@ def test_matrices_decay_and_the_rest_does_not(optimizer):
         assert (owners[0].weight_decay > 0) == (matrix and not in_blocks), name
         seen.add(id(owners[0]))
     assert len(seen) == len(names)
-
-
-def test_it_says_what_and_where_it_is():
-    s = session()
-    assert s.description.kind == "cpu"
-    assert not s.asynchronous
-    assert s.memory() > 10e6
-    assert module.version == mx.__version__
-    with pytest.raises(HalfstepError, match="not an MLX device"):
-        Session(s.config, s.policy, "cuda")
 
 
 def test_emulated_bf16_true_rounds_the_gradients_that_native_bf16_true_has():

@@ -372,12 +372,6 @@ class Scaled(nn.Module):
         return self.second(self.first(x) * self.factor())
 
 
-def test_an_fp32_array_of_one_element_does_not_widen_the_stream():
-    assert (mx.ones(2, mx.bfloat16) * mx.array(0.5)).dtype == mx.float32  # and so would be everything after it
-    for factor in (0.5, mx.array(0.5, mx.bfloat16), mx.array(0.5)):
-        prepared("bf16-mixed", Scaled(factor)).step(lambda m, x: m(x).sum(), [draw(2, 4)])
-
-
 @pytest.mark.parametrize(
     "module",
     [nn.Linear(4, 4), nn.Conv1d(4, 4, 1), nn.GroupNorm(2, 4), nn.LayerNorm(4)],

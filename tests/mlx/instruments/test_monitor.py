@@ -9,6 +9,7 @@ import pytest
 from mlx import nn
 
 from halfstep.config.load import load
+from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import parse
 from halfstep.core.observed import COLUMNS, ROLES, Observation, row_of
 from halfstep.core.policy import Policy
@@ -271,8 +272,10 @@ def test_unprepare_gives_back_the_classes_and_a_second_monitor_must_agree():
     run = prepared()
     monitor = run.monitor(slice=128)
     assert run.monitor(slice=128) is monitor
-    refuses(lambda: run.monitor(slice=64), "monitored already")
-    refuses(lambda: prepared().monitor(slice=0), "slice")
+    with refuses(HalfstepError, "monitored already"):
+        run.monitor(slice=64)
+    with refuses(HalfstepError, "slice"):
+        prepared().monitor(slice=0)
     model = run.unprepare()
     assert type(model.shared) is nn.Linear
     assert "halfstep_watched" not in vars(model.shared)

@@ -53,15 +53,6 @@ def test_fp8_is_never_native_whatever_the_hardware_can(fmt):
         assert found.reason.endswith("`emulate=true` runs it emulated")
 
 
-def test_devices_have_two_names():
-    assert as_device("cpu").type == mx.cpu
-    assert as_device(mx.Device(mx.cpu)).type == mx.cpu
-    assert describe("cpu").kind == "cpu"
-    with pytest.raises(HalfstepError, match="`cuda` is not an MLX device") as caught:
-        as_device("cuda")
-    assert caught.value.hint == "it is `cpu` or `gpu`"
-
-
 @pytest.mark.skipif(mx.metal.is_available() or mx.cuda.is_available(), reason="there is a GPU here")
 def test_a_gpu_that_is_not_there():
     for ask in (as_device, describe, lambda name: supported(BF16, name), pin_matmuls):

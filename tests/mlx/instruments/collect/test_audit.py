@@ -8,6 +8,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from halfstep.config.load import load
+from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.mlx import audit, prepare
 from halfstep.mlx.session import Session, _sum_and_count
@@ -242,10 +243,14 @@ def test_everything_is_as_it_was_afterwards():
 
 
 def test_misuse_is_refused():
-    refuses(lambda: audit(Model(), None, loss_fn, TOKENS), "optimizer")
-    refuses(lambda: audit(Model(), optimizers.SGD(0.1), loss_fn, TOKENS, steps=0), "at least one update")
     run = prepare(Model(), optimizers.SGD(0.1), "bf16-mixed")
-    refuses(lambda: audit(run.model, run.optimizer, loss_fn, TOKENS), "run.audit")
+    for given, steps, said, hint in (
+        ((Model(), None), 1, "an audit takes a model and an optimizer of MLX", "optimizer"),
+        ((Model(), optimizers.SGD(0.1)), 0, "at least one update", "10"),
+        ((run.model, run.optimizer), 1, "a run has this optimizer", "run.audit"),
+    ):
+        with refuses(HalfstepError, said, hint):
+            audit(*given, loss_fn, TOKENS, steps=steps)
 
 
 # --- prepared runs
