@@ -23,14 +23,14 @@ def trained(tmp_path_factory):
     """A finished run of a small `golf` that keeps averages."""
     folder = tmp_path_factory.mktemp("golf")
     (folder / "text.txt").write_text("\n\n".join(f"line {i} of {i * i}" for i in range(400)))
-    chosen = [*GIVEN, f"data.source={folder / 'text.txt'}", "training.ema=0.5"]
-    settings = [word for setting in chosen for word in ("--set", setting)]
-    out = str(folder / "run")
-    assert (
-        run(["train", "golf", "--policy", "bf16-mixed,emulate=true", "--device", "cpu", "--out", out, *settings])
-        == 0
-    )
-    return folder / "run"
+    words = ["golf", "--policy", "bf16-mixed,emulate=true"]
+    return train_on(folder / "text.txt", folder / "run", "training.ema=0.5", words=words)
+
+
+def train_on(source, out, *more, words=("tiny", "--policy", "fp32")):
+    settings = [word for setting in (*GIVEN, f"data.source={source}", *more) for word in ("--set", setting)]
+    assert run(["train", *words, "--device", "cpu", "--out", str(out), *settings]) == 0
+    return out
 
 
 def run_json(capsys, *words):
@@ -71,14 +71,9 @@ def test_averages_or_weights_as_requested(trained, capsys):
     assert last["validation_loss"] == average["loss"]  # what the run was judged by
 
 
-def test_averages_that_were_not_kept_are_refused(tmp_path, refused):
-    (tmp_path / "text.txt").write_text("\n\n".join(f"line {i} of {i * i}" for i in range(400)))
-    settings = [
-        word for setting in [*GIVEN, f"data.source={tmp_path / 'text.txt'}"] for word in ("--set", setting)
-    ]
-    out = str(tmp_path / "run")
-    assert run(["train", "tiny", "--policy", "fp32", "--device", "cpu", "--out", out, *settings]) == 0
-    assert "kept no average" in refused("eval", out, "--weights", "ema", "--device", "cpu")
+def test_averages_that_were_not_kept_are_refused(text, tmp_path, refused):
+    out = train_on(text, tmp_path / "run")
+    assert "kept no average" in refused("eval", str(out), "--weights", "ema", "--device", "cpu")
 
 
 def test_an_artifact_of_a_run(trained, tmp_path, capsys):
@@ -133,9 +128,8 @@ def test_an_artifact_is_evaluated_sampled_from_and_trained_further(trained, tmp_
     capsysbinary.readouterr()
     assert run(["sample", str(place), "--device", "cpu", "--prompt", "line", "--length", "5"]) == 0
     assert len(capsysbinary.readouterr().out) == len(b"line") + 5 + 1
-    settings = [word for s in [*GIVEN, f"data.source={trained.parent / 'text.txt'}"] for word in ("--set", s)]
-    again = ["train", "golf", "--policy", "fp32", "--device", "cpu", "--out", str(tmp_path / "again")]
-    assert run([*again, "--init", str(place), *settings]) == 0
+    words = ["golf", "--policy", "fp32", "--init", str(place)]
+    train_on(trained.parent / "text.txt", tmp_path / "again", words=words)
     assert "its matrices were rounded to int8" in " ".join(capsysbinary.readouterr().err.decode().split())
     for wrong, said in (
         (["eval", str(place), "--weights", "model"], "was made of its run's ema weights"),
@@ -283,12 +277,6 @@ def halves(tmp_path_factory):
         lines = (f"line {i} of {name}, {i * i}" for i in range(start, start + 200))
         (folder / f"{name}.txt").write_text("\n\n".join(lines))
     return folder
-
-
-def train_on(source, out, *more):
-    settings = [word for setting in (*GIVEN, f"data.source={source}", *more) for word in ("--set", setting)]
-    assert run(["train", "tiny", "--policy", "fp32", "--device", "cpu", "--out", str(out), *settings]) == 0
-    return out
 
 
 @pytest.fixture

@@ -3,7 +3,15 @@ from dataclasses import replace
 import pytest
 
 from halfstep.config.load import load
-from halfstep.config.model import ModelConfig, is_matmul, module_names, owner, parameter_shapes
+from halfstep.config.model import (
+    ModelConfig,
+    flops_per_token,
+    is_matmul,
+    matmul_parameters,
+    module_names,
+    owner,
+    parameter_shapes,
+)
 from halfstep.config.weights import initial_weights
 from halfstep.core.errors import SettingConflictError
 
@@ -79,3 +87,26 @@ def test_first_weights_are_those_of_the_sources_and_a_tied_head_is_not_zero():
     assert golf["blocks.0.attn.q.weight"].std() == pytest.approx((3 * 64) ** -0.5, rel=0.05)
     with pytest.raises(SettingConflictError, match="zero_head"):
         ModelConfig(tied=True, zero_head=True)
+
+
+def tiny(*overrides):
+    return load("tiny", [f"model.{o}" for o in overrides]).model
+
+
+def test_gpt2_is_what_its_measurements_say_and_each_matrix_counts_once():
+    gpt2 = load("gpt2").model
+    assert matmul_parameters(gpt2) == 12 * 12 * 768**2 + 50304 * 768
+    assert flops_per_token(gpt2) == 854_654_976  # 854.7 million
+    assert flops_per_token(tiny("tied=true")) == flops_per_token(tiny("tied=false"))
+    more = flops_per_token(tiny("vocabulary=257")) - flops_per_token(tiny("vocabulary=256"))
+    assert more == 6 * tiny().width
+    base = ("width=128", "heads=4", "context=64", "layers=2")
+    wide = flops_per_token(tiny(*base, "head_width=64")) - flops_per_token(tiny(*base, "head_width=32"))
+    assert wide == 6 * 2 * 4 * 128 * 128 + 12 * 2 * 128 * 64  # four projections, and the scores
+    fewer = flops_per_token(tiny(*base, "kv_heads=4")) - flops_per_token(tiny(*base, "kv_heads=1"))
+    assert fewer == 6 * 2 * 2 * 96 * 128  # keys and values are smaller; every query meets as many keys
+
+
+@pytest.mark.parametrize("what", ["bias=true", "qk_norm=gain", "unet_skips=true", "value_residual=true"])
+def test_what_multiplies_no_matrix_does_not_count(what):
+    assert flops_per_token(tiny(what)) == flops_per_token(tiny())

@@ -8,7 +8,7 @@ import pytest
 
 from halfstep.report.tune import HEIGHT, LEFT, TOP, WIDTH, html
 from halfstep.tools.tune.tune import Tuner
-from tests.report.page.chromium import PHONE, PROGRAM, WIDE, Chromium
+from tests.report.page.chromium import PHONE, WIDE
 from tests.tools.tune.test_tune import FRAGILE, NAMES, SETTINGS, Fake
 
 HOSTILE = "<script>alert(1)</script>"
@@ -54,18 +54,14 @@ def test_page_of_a_run_that_diverged_or_found_nothing_is_whole(found):
 
 
 @pytest.mark.prove
-def test_a_browser_shows_it_wide_and_on_a_phone_and_runs_nothing_that_a_name_brings(found, tmp_path):
-    if PROGRAM is None:
-        pytest.skip("no chromium or google-chrome on this machine")
+def test_a_browser_shows_it_wide_and_on_a_phone_and_runs_nothing_that_a_name_brings(found, browser, tmp_path):
     hostile = replace(found, settings=replace(found.settings, target=HOSTILE), kept={HOSTILE: "`a` rule"})
     (tmp_path / "page.html").write_text(html(hostile), encoding="utf-8")
-    (tmp_path / "browser").mkdir()
-    with Chromium(tmp_path / "browser") as browser:
-        for size in (WIDE, PHONE):
-            browser.look(size, offline=True)
-            browser.open((tmp_path / "page.html").as_uri())
-            assert browser.run("document.documentElement.scrollWidth <= innerWidth")
-            assert browser.run("document.querySelectorAll('circle').length") == 3
-            assert browser.run("document.querySelectorAll('script').length") == 0
-        assert browser.complaints == []
-        assert browser.run("document.querySelector('h1').textContent") == f"What {HOSTILE} bears"
+    for size in (WIDE, PHONE):
+        browser.look(size, offline=True)
+        browser.open((tmp_path / "page.html").as_uri())
+        assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+        assert browser.run("document.querySelectorAll('circle').length") == 3
+        assert browser.run("document.querySelectorAll('script').length") == 0
+    assert browser.complaints == []
+    assert browser.run("document.querySelector('h1').textContent") == f"What {HOSTILE} bears"

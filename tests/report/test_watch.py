@@ -11,7 +11,7 @@ import pytest
 from halfstep.core.errors import OptionError, RunFolderError
 from halfstep.report.watch import LivePage, Server
 from halfstep.training.telemetry.events import EventsError, Follower
-from tests.report.page.made_up_runs import run, step, watched_run
+from tests.report.page.made_up_runs import run, step
 
 
 def lines(events):
@@ -104,9 +104,7 @@ def test_a_port_that_is_taken_is_named(folder):
         Server(LivePage(folder), server.server_port)
 
 
-def test_folders_without_a_record_and_links_out_of_them_are_refused(folder, tmp_path):
-    with pytest.raises(RunFolderError):
-        LivePage(tmp_path)
+def test_a_link_out_of_the_folder_is_refused(folder, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     (other / "events.jsonl").symlink_to(folder / "events.jsonl")
@@ -117,12 +115,7 @@ def test_folders_without_a_record_and_links_out_of_them_are_refused(folder, tmp_
     assert LivePage(linked).current()[0].startswith(b"<!doctype html>")
 
 
-def test_a_newer_run_is_refused_and_damage_is_named(folder):
-    events = [dict(event) for event in watched_run(20)]
-    events[0]["halfstep"] = "9.1"
-    (folder / "events.jsonl").write_text(lines(events))
-    with pytest.raises(RunFolderError, match=r"9\.1"):
-        LivePage(folder)
+def test_damage_is_named(folder):
     (folder / "events.jsonl").write_text(lines(run(5)))
     with served(folder) as server:
         with open(folder / "events.jsonl", "a") as record:

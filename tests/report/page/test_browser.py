@@ -7,29 +7,12 @@ import time
 import pytest
 
 from halfstep.report.page import render, write
-from tests.report.page.chromium import PHONE, PROGRAM, WIDE, Chromium
+from tests.report.page.chromium import PHONE, WIDE
 from tests.report.page.made_up_runs import HOSTILE, RUNS, hostile_run, monitored, run, step, watched_run
 from tests.report.page.parsed_page import Page
 from tests.report.test_watch import lines, served
 
 READING = "document.querySelector('[data-map={}] .reading').textContent"
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory):
-    if PROGRAM is None:
-        pytest.skip("no chromium or google-chrome on this machine: the page's script is not tried")
-    with Chromium(tmp_path_factory.mktemp("browser")) as browser:
-        yield browser
-
-
-@pytest.fixture
-def browser(chromium):
-    """A browser that has said nothing yet, without a network."""
-    chromium.complaints.clear()
-    chromium.requests.clear()
-    chromium.look(WIDE, offline=True)
-    return chromium
 
 
 def opened(browser, html, folder):

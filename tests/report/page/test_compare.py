@@ -5,7 +5,7 @@ import pytest
 from halfstep.report.compare import conclusion, html
 from halfstep.tools.compare.judge import judge
 from halfstep.tools.compare.sides import read_side
-from tests.report.page.chromium import PHONE, PROGRAM, WIDE, Chromium
+from tests.report.page.chromium import PHONE, WIDE
 from tests.report.page.made_up_runs import HOSTILE
 from tests.report.page.parsed_page import Page
 from tests.tools.compare.made_up import make_run, make_runs
@@ -41,20 +41,17 @@ def test_a_page_without_a_verdict_is_whole_too(tmp_path):
     assert "other data" in page.text
 
 
-def test_a_browser_draws_the_charts_on_a_wide_screen_and_on_a_phone(different, tmp_path):
-    if PROGRAM is None:
-        pytest.skip("no chromium or google-chrome on this machine: the page's script is not tried")
+def test_a_browser_draws_the_charts_on_a_wide_screen_and_on_a_phone(different, browser, tmp_path):
     (tmp_path / "page.html").write_text(html(different), encoding="utf-8")
-    with Chromium(tmp_path) as browser:
-        for size in (PHONE, WIDE):
-            browser.look(size, offline=True)
-            browser.open((tmp_path / "page.html").as_uri())
-            assert browser.run("document.documentElement.className") == "live"
-            drawn = browser.run("[...document.querySelectorAll('.plot canvas')].map(c => [c.width, c.height])")
-            assert len(drawn) == 2
-            assert all(width > 200 and height > 100 for width, height in drawn)
-            assert browser.run("document.documentElement.scrollWidth <= innerWidth")
-        browser.point("figure[data-chart=gap] .plot", 0.6)
-        browser.until("/^step [0-9]+/.test(document.querySelector('figure[data-chart=gap] .at').textContent)")
-        assert browser.complaints == []
-        assert set(browser.requests) == {(tmp_path / "page.html").as_uri()}
+    for size in (PHONE, WIDE):
+        browser.look(size, offline=True)
+        browser.open((tmp_path / "page.html").as_uri())
+        assert browser.run("document.documentElement.className") == "live"
+        drawn = browser.run("[...document.querySelectorAll('.plot canvas')].map(c => [c.width, c.height])")
+        assert len(drawn) == 2
+        assert all(width > 200 and height > 100 for width, height in drawn)
+        assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+    browser.point("figure[data-chart=gap] .plot", 0.6)
+    browser.until("/^step [0-9]+/.test(document.querySelector('figure[data-chart=gap] .at').textContent)")
+    assert browser.complaints == []
+    assert set(browser.requests) == {(tmp_path / "page.html").as_uri()}

@@ -42,10 +42,3 @@ def test_what_each_layer_could_run_in_is_a_table():
     assert f"{hot} norm fp16 → e4m3:row 32 dB, 0.02 % to zero fp16 → bf16 55.7 dB" in page.text
     assert "by the sample of step 200" in page.text
     assert "could run in" not in Page(render(run(20), "x")).text
-
-
-def test_settings_that_differ_come_before_the_others():
-    text = Page(render(run(5, overrides=["training.batch=8"]), "x")).text
-    differing, others = text.split("Settings with their defaults")
-    assert "training.batch 8 default 16" in differing
-    assert "optimizer.betas" in others

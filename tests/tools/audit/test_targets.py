@@ -318,14 +318,3 @@ def test_a_factory_may_be_of_another_framework(factories, framework):
 def test_a_factory_that_fails_is_reported(factories, name, problem):
     with pytest.raises(ConfigError, match=problem):
         collect(f"{factories}:{name}")
-
-
-def test_a_target_that_is_nothing_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="there is no module `no_such_module`"):
-        collect("no_such_module:factory")
-    with pytest.raises(ConfigError, match="is a script") as error:
-        collect("train.py")
-    assert error.value.hint == "halfstep audit -- python train.py"
-    with pytest.raises(ConfigError, match="neither a folder") as error:
-        collect("tinny")
-    assert "tiny" in error.value.hint

@@ -1,10 +1,13 @@
-"""Run folders that nobody trained."""
+"""Run folders that nobody trained, and settings of runs that take seconds."""
 
 import json
 import random
 from pathlib import Path
 
 from tests.report.page.made_up_runs import BEGAN, start, step
+
+CUT = ("model.layers=1", "model.width=16", "model.heads=1", "model.context=16", "training.batch=4",
+       "training.validation_tokens=256", "optimizer.name=adamw")  # fmt: skip
 
 
 def make_run(

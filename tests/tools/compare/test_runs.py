@@ -11,23 +11,14 @@ from halfstep.config.run import RunConfig
 from halfstep.tools.compare.runs import StoppedError, Way, paired, shortened, train_ways
 from halfstep.training.loop import Loop
 from halfstep.training.telemetry.events import read_events
-
-SMALL = (
-    "model.layers=1",
-    "model.width=16",
-    "model.heads=1",
-    "model.context=16",
-    "training.batch=2",
-    "training.validation_tokens=256",
-    "optimizer.name=adamw",
-)
+from tests.tools.compare.made_up import CUT
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} times {n} is {n * n}\n" for n in range(400)))
-    return load("tiny", [*SMALL, f"data.source={text}"])
+    return load("tiny", [*CUT, f"data.source={text}"])
 
 
 def trained(config: RunConfig, out: Path, policies: Sequence[str] = ("fp32",)) -> list[tuple[int, int, str]]:

@@ -48,18 +48,8 @@ def runs(tmp_path_factory):
             chosen = [*SHORT, *(f"model.{size}" for size in SHAPES[recipe]), f"data.source={folder / 'text.txt'}"]
             settings = [word for setting in chosen for word in ("--set", setting)]
             out = folder / "run"
-            words = [
-                "train",
-                recipe,
-                "--policy",
-                POLICIES[recipe],
-                "--device",
-                "cpu",
-                "--out",
-                str(out),
-                *settings,
-            ]
-            assert run(words) == 0
+            words = ["train", recipe, "--policy", POLICIES[recipe], "--device", "cpu", "--out", str(out)]
+            assert run([*words, *settings]) == 0
             made[recipe] = out
         return made[recipe]
 

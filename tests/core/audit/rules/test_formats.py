@@ -1,9 +1,9 @@
-"""Rules HS4xx: each finds its hazard in a record and is silent on the same record without it."""
+"""Rules HS3xx and HS4xx: each finds its hazard in a record and is silent on the same record without it."""
 
 import pytest
 
 from halfstep.core.audit.engine import check
-from halfstep.core.audit.record import Buffer, Operation, Record
+from halfstep.core.audit.record import Buffer, Call, Operation, Record
 from halfstep.core.rules import Rule
 
 
@@ -25,12 +25,24 @@ def record(*operations, **more):
     return Record("script", operations=list(operations), **more)
 
 
+def reduced(format):
+    return record(calls=[Call("reduce", target="reduce_scatter", format=format, numbers={"ranks": 8.0})])
+
+
+def autocast(format, switch, device="cuda"):
+    return record(calls=[Call("autocast", format=format)], switches={"device": device, switch: True})
+
+
 layers = [product(f"blocks.{i}.up") for i in range(8)]
 loss = Operation("", "loss", ["bf16"], ["bf16"], "bf16", 1, function="cross_entropy", place="train.py:9")
 wide_loss = Operation("", "loss", ["bf16"], ["fp32"], "fp32", 1, function="cross_entropy", place="train.py:9")
 fp32 = [product(f"blocks.{i}.up", "fp32") for i in range(8)]
 
 CASES = {  # rule: what it must find, what it must not, and the names that the finding has
+    "HS302": (reduced("bf16"), reduced("fp32"), []),
+    "HS303 bf16": (autocast("bf16", "bf16_reduced_sums"), autocast("bf16", "fp16_reduced_sums"), []),
+    "HS303 a GPU": (autocast("bf16", "bf16_reduced_sums"), autocast("bf16", "bf16_reduced_sums", "cpu"), []),
+    "HS303 fp16": (autocast("fp16", "fp16_sums"), autocast("bf16", "fp16_sums"), []),
     "HS401 statistics": (record(norm("a"), norm("b", "bf16")), record(norm("a"), norm("b")), ["b"]),
     "HS401 one of many": (
         record(norm("a"), norm("b"), norm("c", inputs=("bf16", "bf16"))),
@@ -102,6 +114,11 @@ def test_a_policy_rule_of_a_finding_can_be_read(case):
     if found.policy_rule is not None:
         glob, _, changes = found.policy_rule.replace('"', "").partition(" = ")
         assert Rule.parse(glob, changes).glob == found.where[0]
+
+
+def test_sums_in_fp16_are_worse_than_parts_of_them():
+    found = [check(CASES[f"HS303 {format}"][0])[0].severity for format in ("bf16", "fp16")]
+    assert found == ["note", "warning"]
 
 
 def test_fp32_matmuls_are_fp32_where_nothing_rounds_them():
