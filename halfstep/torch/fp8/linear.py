@@ -202,7 +202,6 @@ class Narrow(torch.autograd.Function):
         compiled: bool,
         casts: Casts,
     ) -> Tensor:
-        """Returns the result."""
         ctx.casts, ctx.compiled, ctx.delayed = casts, compiled, history is not None
         with traced(compiled):
             rows = rows_of(x)
@@ -214,7 +213,6 @@ class Narrow(torch.autograd.Function):
     @staticmethod
     @first_derivative_only(*NARROW_ONCE)
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradient of each input."""
         casts, needs = ctx.casts, ctx.needs_input_grad
         with traced(ctx.compiled):
             rows = rows_of(carried(g, casts.precision.grad) if casts.emulate else g)

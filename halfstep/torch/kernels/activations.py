@@ -51,14 +51,12 @@ class SquaredReLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Returns the result."""
         y = F.relu(x).square()
         ctx.save_for_backward(y)
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
-        """Returns the gradient of the input."""
         (y,) = ctx.saved_tensors
         if recording():  # a root has no slope at 0
             return g * (2 * torch.where(y > 0, torch.where(y > 0, y, 1).sqrt(), y))

@@ -50,10 +50,12 @@ from halfstep.torch.loss.plain import (
     ONCE,
     SCALES,
     Terms,
+    empty_gradients,
     evenly_spaced,
     round_stochastically,
     row_losses_,
     sample_gradient,
+    scale_gradients,
 )
 from halfstep.torch.numerics.cast import to_native
 from halfstep.torch.numerics.dtypes import DTYPES, dtype_of
@@ -81,7 +83,7 @@ def coded_losses(
 ) -> tuple[Tensor, Tensor]:
     """Computes what `narrow_losses` does, if a gradient is needed."""
     needs = (x.requires_grad, owner.requires_grad)
-    return coded_in_graph(casts.words, x, values, owner, compiling(), targets, *terms[:3], chunks, *needs, size)
+    return coded_in_graph(casts.words, x, values, owner, compiling(), targets, terms[:3], chunks, needs, size)
 
 
 def coded_in_graph(words: str, *given: Any) -> tuple[Tensor, Tensor]:
@@ -125,7 +127,7 @@ def coded_gradients(
     same after it.
     """
     casts = CASTS_BY_NAME[words]
-    grad_input, grad_weight = _empty(logits, x, w, needs, (casts.grad, casts.grad_weight))
+    grad_input, grad_weight = _empty(x, w, needs, casts)
     if needs[0]:
         _write_grad_input(_codes(logits, casts), _transposed(w), g_inv, w_inv, grad_input)
     if needs[1]:
@@ -135,8 +137,7 @@ def coded_gradients(
 
 @coded_gradients.register_fake
 def _(logits: Tensor, x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    casts = CASTS_BY_NAME[rest[-1]]
-    return _empty(logits, x, w, rest[-2], (casts.grad, casts.grad_weight))
+    return _empty(x, w, rest[-2], CASTS_BY_NAME[rest[-1]])
 
 
 @torch.library.custom_op("halfstep::coded_cross_entropy", mutates_args=())
@@ -146,11 +147,12 @@ def coded_chunks(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Computes what plain.linear_gradients does, with codes; both gradients are fp32."""
     casts, terms = CASTS_BY_NAME[words], (ignored, smoothing, cap)
-    total, grad_input, grad_weight, sample = _empty_chunks(x, w, chunks, needs, size)
+    parts = _split(x, chunks)
+    total, grad_input, grad_weight, _, sample = empty_gradients(x, w, [*needs, False], w.shape[0], parts, size)
     w_t = _transposed(w) if needs[0] else w
     g_inv = torch.full((), 1.0 / gradient_scale(casts), device=x.device)
     start = 0
-    for rows, wanted in zip(_split(x, chunks), _split(targets, chunks), strict=True):
+    for rows, wanted in zip(parts, _split(targets, chunks), strict=True):
         first, stop = start == 0, start + rows.shape[0]
         logits = _logits(Lowered(rows, x_inv), Lowered(w, w_inv), casts)
         sample = sample_before(logits, wanted, size, terms, casts) if first else sample
@@ -170,7 +172,9 @@ def coded_chunks(
 def _(
     x: Tensor, w: Tensor, x_inv: Any, w_inv: Any, chunks: int, targets: Any, needs: list[bool], *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty_chunks(x, w, chunks, needs, rest[-1])
+    parts = _split(x, chunks)
+    total, dx, dw, _, sample = empty_gradients(x, w, [*needs, False], w.shape[0], parts, rest[-1])
+    return total, dx, dw, sample
 
 
 # --- their parts
@@ -232,21 +236,9 @@ def _split(rows: Tensor, chunks: int) -> Sequence[Tensor]:
     return rows.split(-(-rows.shape[0] // (chunks * MULTIPLE)) * MULTIPLE)
 
 
-def _empty(
-    beside: Tensor, x: Tensor, w: Tensor, needs: Sequence[bool], dtypes: Sequence[torch.dtype]
-) -> tuple[Tensor, Tensor]:
-    shapes = (x.shape if needs[0] else 0, w.shape if needs[1] else 0)
-    dx, dw = (beside.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
-    return dx, dw
-
-
-def _empty_chunks(
-    x: Tensor, w: Tensor, chunks: int, needs: Sequence[bool], size: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    first = _split(x, chunks)[0][:, :1].expand(-1, w.shape[0])
-    sampled = evenly_spaced(first, size).numel() if size else 0
-    total, sample = (x.new_empty(shape, dtype=torch.float32) for shape in ((), sampled))
-    return total, *_empty(x, x, w, needs, (torch.float32, torch.float32)), sample
+def _empty(x: Tensor, w: Tensor, needs: Sequence[bool], casts: Casts) -> tuple[Tensor, Tensor]:
+    dx = x.new_empty(x.shape if needs[0] else 0, dtype=casts.grad)
+    return dx, w.new_empty(w.shape if needs[1] else 0, dtype=casts.grad_weight)
 
 
 # --- with gradients
@@ -263,44 +255,39 @@ class CodedLoss(torch.autograd.Function):
         owner: Tensor,
         compiled: bool,
         targets: Tensor,
-        ignored: int,
-        smoothing: float,
-        cap: float,
+        terms: tuple[int, float, float],
         chunks: int,
-        needs_input: bool,
-        needs_weight: bool,
+        needs: tuple[bool, bool],
         size: int,
         casts: Casts,
     ) -> tuple[Tensor, Tensor]:
         """Returns the sum, and a part of the logits' gradient of `size` elements."""
         ctx.casts, ctx.compiled, ctx.shape, ctx.chunks = casts, compiled, x.shape, chunks
-        ctx.needs, terms = [needs_input, needs_weight], (ignored, smoothing, cap)
+        ctx.needs = [*needs]
         with traced(compiled):
             rows, operand = pad_rows(rows_of(x), casts), casts.precision.operand
-            targets = F.pad(targets, (0, rows.shape[0] - targets.shape[0]), value=ignored)
+            targets = F.pad(targets, (0, rows.shape[0] - targets.shape[0]), value=terms[0])
             a, b = lower(rows, operand, casts), lower(cast_parameter(values, casts), operand, casts)
-            kept = (a.values, b.values, a.inv_scale, b.inv_scale)
+            kept = [a.values, b.values, a.inv_scale, b.inv_scale]
             if chunks > 1:
                 given = (chunks, targets, ctx.needs, casts.words, *terms, size)
-                total, *grads, sample = coded_chunks(*kept, *given)
-                ctx.save_for_backward(*grads)
+                total, *kept, sample = coded_chunks(*kept, *given)
             else:
                 logits = _logits(a, b, casts)
                 sample = sample_before(logits, targets, size, terms, casts)
                 total = coded_row_losses_(logits, targets, casts.words, *terms).sum()
-                ctx.save_for_backward(logits, *kept)
+                kept = [logits, *kept]
+        ctx.save_for_backward(*kept)
         ctx.mark_non_differentiable(sample)
         return total, sample
 
     @staticmethod
     @first_derivative_only(*ONCE)
     def backward(ctx: Any, s: Tensor, _: Any = None) -> tuple[Tensor | None, ...]:
-        """Returns the gradient of each input."""
         casts, needs, tokens = ctx.casts, ctx.needs, ctx.shape[:-1].numel()
         if ctx.chunks > 1:
-            made = zip(ctx.saved_tensors, (casts.grad, casts.grad_weight), strict=True)
-            dx, dw = ((grad * s).to(dtype) for grad, dtype in made)
+            dx, dw = scale_gradients(ctx.saved_tensors, needs, s, casts)
         else:
             dx, dw = coded_gradients(*ctx.saved_tensors, s * (1.0 / gradient_scale(casts)), needs, casts.words)
         grad_input = dx[:tokens].view(ctx.shape) if needs[0] else None
-        return grad_input, None, dw if needs[1] else None, *[None] * 10
+        return grad_input, None, dw if needs[1] else None, *[None] * 7

@@ -49,6 +49,7 @@ from halfstep.torch.loss.plain import (
     linear_losses,
     row_losses,
     row_losses_,
+    scale_gradients,
     split_chunks,
 )
 from halfstep.torch.numerics.cast import amax_of
@@ -73,8 +74,7 @@ def narrow_losses(
     if not why_not_coded(casts, terms, bias=bias is not None):
         return coded_losses(x, values, owner, targets, casts, terms, chunks, size)
     given = (x, values, owner, bias, *amaxes_of(history, casts, trained=True), compiling())
-    chunks = 1 if casts.delayed else chunks
-    return loss_in_graph(casts.words, *given, targets, *terms, chunks, *needs, size)
+    return loss_in_graph(casts.words, *given, targets, tuple(terms), 1 if casts.delayed else chunks, needs, size)
 
 
 def loss_in_graph(words: str, *given: Any) -> tuple[Tensor, Tensor]:
@@ -91,9 +91,9 @@ def chunk_gradients(
     casts, width = CASTS_BY_NAME[words], values.shape[0]
     operand = casts.precision.operand
     amax = amax_of(rows, operand) if has_one_scale(operand) else None
-    total, grad_input, *sums, sample = empty_gradients(rows, values, targets, chunks, needs, width, size)
-    start = 0
-    for some, wanted in zip(split_chunks(rows, chunks), split_chunks(targets, chunks), strict=True):
+    parts, start = split_chunks(rows, chunks), 0
+    total, grad_input, *sums, sample = empty_gradients(rows, values, needs, width, parts, size)
+    for some, wanted in zip(parts, split_chunks(targets, chunks), strict=True):
         tokens, first, some = some.shape[0], start == 0, pad_rows(some, casts)
         logits, kept = output(some, values, bias, None, casts, some.shape[0], amax)
         wanted = F.pad(wanted, (0, some.shape[0] - tokens), value=ignored)
@@ -112,8 +112,8 @@ def chunk_gradients(
 
 
 @chunk_gradients.register_fake
-def _(rows: Tensor, values: Tensor, bias: Any, targets: Tensor, chunks: int, needs: list[bool], *rest: Any) -> Any:
-    return empty_gradients(rows, values, targets, chunks, needs, values.shape[0], rest[-1])
+def _(rows: Tensor, values: Tensor, bias: Any, _: Any, chunks: int, needs: list[bool], *rest: Any) -> Any:
+    return empty_gradients(rows, values, needs, values.shape[0], split_chunks(rows, chunks), rest[-1])
 
 
 class NarrowLoss(torch.autograd.Function):
@@ -130,49 +130,41 @@ class NarrowLoss(torch.autograd.Function):
         probe: Tensor | None,
         compiled: bool,
         targets: Tensor,
-        ignored: int,
-        smoothing: float,
-        cap: float,
-        z_loss: float,
+        terms: tuple[int, float, float, float],
         chunks: int,
-        needs_input: bool,
-        needs_weight: bool,
-        needs_bias: bool,
+        needs: tuple[bool, bool, bool],
         size: int,
         casts: Casts,
     ) -> tuple[Tensor, Tensor]:
         """Returns the sum, and a part of the logits' gradient of `size` elements."""
         ctx.casts, ctx.compiled, ctx.delayed, ctx.shape = casts, compiled, history is not None, x.shape
-        ctx.chunks, ctx.needs = chunks, (needs_input, needs_weight, needs_bias)
-        terms, factor, tokens = (ignored, smoothing, cap, z_loss), SCALES.get(casts.compute, 1.0), targets.shape[0]
+        ctx.chunks, ctx.needs, factor, tokens = chunks, needs, SCALES.get(casts.compute, 1.0), targets.shape[0]
         if chunks > 1:
-            given = (chunks, [*ctx.needs], casts.words, *terms, factor, size)
-            total, *grads, sample = chunk_gradients(rows_of(x), values, bias, targets, *given)
-            ctx.mark_non_differentiable(sample)
-            ctx.save_for_backward(*grads)
-            return total, sample
-        with traced(compiled):
-            rows = pad_rows(rows_of(x), casts)
-            logits, kept = output(rows, values, bias, history, casts, rows.shape[0])
-            targets = F.pad(targets, (0, rows.shape[0] - tokens), value=ignored)
-            sample = sample_before(logits[:tokens], targets, size, terms, casts)
-            losses = row_losses_(logits, targets, logits.shape[1], *terms, factor, casts.precision.kept_bits)
-            ctx.mark_non_differentiable(sample)
-            ctx.save_for_backward(logits, *kept)
-            return losses.sum(), sample
+            given = (chunks, [*needs], casts.words, *terms, factor, size)
+            total, *kept, sample = chunk_gradients(rows_of(x), values, bias, targets, *given)
+        else:
+            with traced(compiled):
+                rows = pad_rows(rows_of(x), casts)
+                logits, kept = output(rows, values, bias, history, casts, rows.shape[0])
+                targets = F.pad(targets, (0, rows.shape[0] - tokens), value=terms[0])
+                sample = sample_before(logits[:tokens], targets, size, terms, casts)
+                kept_bits = casts.precision.kept_bits
+                total = row_losses_(logits, targets, logits.shape[1], *terms, factor, kept_bits).sum()
+                kept = [logits, *kept]
+        ctx.mark_non_differentiable(sample)
+        ctx.save_for_backward(*kept)
+        return total, sample
 
     @staticmethod
     @first_derivative_only(*ONCE)
     def backward(ctx: Any, s: Tensor, _: Any = None) -> tuple[Tensor | None, ...]:
-        """Returns the gradient of each input."""
         casts, factor, amaxes = ctx.casts, s / SCALES.get(ctx.casts.compute, 1.0), None
         if ctx.chunks > 1:
-            made = zip(ctx.saved_tensors, ctx.needs, (casts.grad, *[casts.grad_weight] * 2), strict=True)
-            dx, dw, db = ((grad * factor).to(dtype) if needed else None for grad, needed, dtype in made)
+            dx, dw, db = scale_gradients(ctx.saved_tensors, ctx.needs, factor, casts)
         else:
             g, *kept = ctx.saved_tensors
             with traced(ctx.compiled):
                 given = (g, ctx.shape[:-1].numel(), ctx.needs, casts, ctx.delayed, factor)
                 dx, dw, db, amaxes = gradients(kept, *given)
         dx = dx if dx is None else dx.view(ctx.shape)
-        return dx, None, dw, db, None, amaxes, *[None] * 12
+        return dx, None, dw, db, None, amaxes, *[None] * 7

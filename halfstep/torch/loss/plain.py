@@ -164,11 +164,9 @@ def linear_gradients(
     One operation, because a compiler that sees the parts keeps the logits of all chunks for later. All are fp32. A
     gradient that is not needed is empty.
     """
-    total, grad_input, grad_weight, grad_bias, sample = empty_gradients(
-        rows, w, targets, chunks, needs, width, size
-    )
-    start = 0
-    for some, wanted in zip(split_chunks(rows, chunks), split_chunks(targets, chunks), strict=True):
+    parts, start = split_chunks(rows, chunks), 0
+    total, grad_input, grad_weight, grad_bias, sample = empty_gradients(rows, w, needs, width, parts, size)
+    for some, wanted in zip(parts, split_chunks(targets, chunks), strict=True):
         first = start == 0
         logits = _logits(some, w, b)
         losses = row_losses_(logits, wanted, width, ignored, smoothing, cap, z_loss, factor).sum()
@@ -185,20 +183,18 @@ def linear_gradients(
 
 
 @linear_gradients.register_fake
-def _(
-    rows: Tensor, w: Tensor, b: Any, targets: Tensor, chunks: int, needs: list[bool], width: int, *rest: Any
-) -> Any:
-    return empty_gradients(rows, w, targets, chunks, needs, width, rest[-1])
+def _(rows: Tensor, w: Tensor, b: Any, _: Any, chunks: int, needs: list[bool], width: int, *rest: Any) -> Any:
+    return empty_gradients(rows, w, needs, width, split_chunks(rows, chunks), rest[-1])
 
 
 def empty_gradients(
-    rows: Tensor, w: Tensor, targets: Tensor, chunks: int, needs: list[bool], width: int, size: int
+    rows: Tensor, w: Tensor, needs: Sequence[bool], width: int, parts: Sequence[Tensor], size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns memory for a sum of losses, the gradients that are needed, and a sample of the logits' own."""
+    """Returns memory for a sum of losses, needed gradients, and a sample of that of the first part's logits."""
     shapes = (rows.shape, w.shape, w.shape[:1])
     wanted = [shape if needed else 0 for shape, needed in zip(shapes, needs, strict=True)]
-    first = split_chunks(targets, chunks)[0].shape[0]
-    sampled = evenly_spaced(rows.new_empty(1, 1).expand(first, width), size).numel() if size else 0
+    logits = rows.new_empty(1, 1).expand(parts[0].shape[0], width)
+    sampled = evenly_spaced(logits, size).numel() if size else 0
     total, *grads = (rows.new_empty(shape, dtype=torch.float32) for shape in ((), *wanted, sampled))
     return total, *grads  # type: ignore[return-value]
 
@@ -319,7 +315,6 @@ class RowCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, terms: Terms, kept: int) -> Tensor:
-        """Returns the losses."""
         losses, lses = row_losses(logits, targets, logits.shape[1], *terms)
         ctx.save_for_backward(logits, targets, lses)
         ctx.terms = (*terms, kept)
@@ -328,7 +323,6 @@ class RowCrossEntropy(torch.autograd.Function):
     @staticmethod
     @first_derivative_only(*ONCE)
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradient of the logits."""
         logits, targets, lses = ctx.saved_tensors
         given = (logits, targets, lses, g.contiguous(), logits.shape[1], *ctx.terms)
         return row_gradients(*given), None, None, None
@@ -358,21 +352,18 @@ class LinearCrossEntropy(torch.autograd.Function):
         scale = SCALES.get(w.dtype, 1.0)
         if chunks > 1:
             given = (chunks, list(needs), ctx.width, *terms, scale, size)
-            total, *grads, sample = linear_gradients(rows, w, b, targets, *given)
-            ctx.mark_non_differentiable(sample)
-            ctx.save_for_backward(*grads)
-            return total, sample
-        logits = _logits(rows, w, b)
-        losses = row_losses_(logits, targets, ctx.width, *terms, scale)
-        sample = sample_gradient(logits[:, : ctx.width], size, scale)
+            total, *kept, sample = linear_gradients(rows, w, b, targets, *given)
+        else:
+            kept = [rows, w, logits := _logits(rows, w, b)]
+            total = row_losses_(logits, targets, ctx.width, *terms, scale).sum()
+            sample = sample_gradient(logits[:, : ctx.width], size, scale)
         ctx.mark_non_differentiable(sample)
-        ctx.save_for_backward(rows, w, logits)
-        return losses.sum(), sample
+        ctx.save_for_backward(*kept)
+        return total, sample
 
     @staticmethod
     @first_derivative_only(*ONCE)
     def backward(ctx: Any, g: Tensor, _: Any = None) -> tuple[Tensor | None, ...]:
-        """Returns the gradient of each input."""
         casts, needs, width = ctx.casts, ctx.needs, ctx.width
         factor = g / SCALES.get(casts.compute, 1.0)
         if ctx.chunks > 1:
@@ -384,10 +375,17 @@ class LinearCrossEntropy(torch.autograd.Function):
                 matmul(g.t(), rows, torch.float32) if needs[1] else None,
                 g.sum(0, dtype=torch.float32) if needs[2] else None,
             )
-        dx, dw, db = (grad * factor if needed else None for grad, needed in zip(grads, needs, strict=True))
-        dx = None if dx is None else dx.to(casts.grad).view(ctx.shape)
+        dx, dw, db = scale_gradients(grads, needs, factor, casts)
+        dx = None if dx is None else dx.view(ctx.shape)
         dw, db = (None if grad is None else grad[:width] for grad in (dw, db))
         return dx, None, dw, None, db, None, None, None, None, None, None
+
+
+def scale_gradients(grads: Sequence[Any], needs: Sequence[bool], factor: Tensor, casts: Casts) -> list[Any]:
+    """Returns those of an input, a weight and a bias that are needed, times what came in, each in its format."""
+    dtypes = (casts.grad, casts.grad_weight, casts.grad_weight)
+    rows = zip(grads, needs, dtypes, strict=False)
+    return [(grad * factor).to(dtype) if needed else None for grad, needed, dtype in rows]
 
 
 def operands(x: Tensor, values: Tensor, bias: Tensor | None, casts: Casts) -> tuple[Tensor, Tensor, Tensor | None]:

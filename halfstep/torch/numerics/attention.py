@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from halfstep.torch.numerics.cast import carried
 from halfstep.torch.numerics.lowering import Casts, bypass_mode, exit_island, island, round_to_compute, to_compute
-from halfstep.torch.numerics.matmul import differentiable_gradients, matmul
+from halfstep.torch.numerics.matmul import differentiable_gradients, matmul, multiply_rounded, round_tensor
 from halfstep.torch.numerics.provenance import recording, transforming
 
 # How torch may compute attention. On these devices it has kernels that never store the scores, and may take none.
@@ -144,23 +143,18 @@ class Scores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, casts: Casts) -> Tensor:
-        """Returns the result."""
         ctx.save_for_backward(q, k)
         ctx.casts = casts
         return matmul(q, k.mT, torch.float32)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradient of each input."""
         q, k = ctx.saved_tensors
-        casts, fmt = ctx.casts, ctx.casts.precision.grad
         if recording():
             return differentiable_gradients(scores_in_steps, {0: q, 1: k}, ctx, g)
-        if casts.emulate:
-            g = carried(g, fmt)
-            return carried(g @ k, fmt), carried(g.mT @ q, fmt), None
-        g = g.to(casts.grad)
-        return g @ k, g.mT @ q, None
+        to_grad = (ctx.casts.precision.grad, ctx.casts.grad, ctx.casts)
+        g = round_tensor(g, *to_grad)
+        return multiply_rounded(g, k, *to_grad), multiply_rounded(g.mT, q, *to_grad), None
 
 
 def scores_in_steps(q: Tensor, k: Tensor) -> Tensor:

@@ -55,7 +55,6 @@ class Linear(torch.autograd.Function):
         bias_owner: Tensor | None,
         casts: Casts,
     ) -> Tensor:
-        """Returns the result."""
         ctx.casts, compute = casts, casts.compute
         w = values if values.dtype is compute else values.to(compute)
         if bias is None:
@@ -75,7 +74,6 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradient of each input."""
         if torch.is_grad_enabled() and recording():
             return _recorded_linear(ctx, g)
         x, w = ctx.saved_tensors[:2]
@@ -108,44 +106,42 @@ class RoundedLinear(torch.autograd.Function):
         bias_owner: Tensor | None,
         casts: Casts,
     ) -> Tensor:
-        """Returns the result."""
         ctx.casts, p = casts, casts.precision
         w, b = cast_parameter(values, casts), bias if bias is None else cast_parameter(bias, casts)
         save_operands(ctx, (x, w), (owner, bias_owner))
-        left, right = (_round(t, p.operand.format, casts.operand, casts) for t in (rows_of(x), w.t()))
-        y = _round_sum(left, right, p.compute, casts.compute, casts)
+        left, right = (round_tensor(t, p.operand.format, casts.operand, casts) for t in (rows_of(x), w.t()))
+        y = multiply_rounded(left, right, p.compute, casts.compute, casts)
         if b is not None:
             y = carried(y + b, p.compute) if casts.emulate else y + b
         return y.view(*x.shape[:-1], values.shape[0]).detach()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradient of each input."""
         if recording():
             return _recorded_linear(ctx, g)
         casts, (needs_input, _, needs_weight, _, needs_bias, _) = ctx.casts, ctx.needs_input_grad
         p, (x, w, *_) = casts.precision, ctx.saved_tensors
         grad_input = grad_weight = grad_bias = None
         rows = carried(rows_of(g), p.grad) if casts.emulate else rows_of(g)
-        operand = _round(rows, p.grad_operand.format, casts.grad_operand, casts)
+        operand = round_tensor(rows, p.grad_operand.format, casts.grad_operand, casts)
         if needs_input:
-            other = _round(w, p.operand.format, casts.operand, casts)
-            grad_input = _round_sum(operand, other, p.grad, casts.grad, casts).view(x.shape)
+            other = round_tensor(w, p.operand.format, casts.operand, casts)
+            grad_input = multiply_rounded(operand, other, p.grad, casts.grad, casts).view(x.shape)
         if needs_weight:
-            other = _round(rows_of(x), p.operand.format, casts.operand, casts)
-            grad_weight = _round_sum(operand.t(), other, p.grad_weight, casts.grad_weight, casts)
+            other = round_tensor(rows_of(x), p.operand.format, casts.operand, casts)
+            grad_weight = multiply_rounded(operand.t(), other, p.grad_weight, casts.grad_weight, casts)
         if needs_bias:
-            grad_bias = _round(rows.sum(0, dtype=torch.float32), p.grad_weight, casts.grad_weight, casts)
+            grad_bias = round_tensor(rows.sum(0, dtype=torch.float32), p.grad_weight, casts.grad_weight, casts)
         return grad_input, None, grad_weight, None, grad_bias, None
 
 
-def _round(x: Tensor, fmt: Format, dtype: torch.dtype, casts: Casts) -> Tensor:
+def round_tensor(x: Tensor, fmt: Format, dtype: torch.dtype, casts: Casts) -> Tensor:
     """Rounds to a format, natively by its dtype; a cast that changes nothing still costs a call into torch."""
     x = x if x.dtype is dtype else x.to(dtype)
     return carried(x, fmt) if casts.emulate else x
 
 
-def _round_sum(a: Tensor, b: Tensor, fmt: Format, dtype: torch.dtype, casts: Casts) -> Tensor:
+def multiply_rounded(a: Tensor, b: Tensor, fmt: Format, dtype: torch.dtype, casts: Casts) -> Tensor:
     """Returns a b, summed in fp32 and rounded to a format."""
     y = matmul(a, b, dtype)
     return carried(y, fmt) if casts.emulate else y
@@ -233,7 +229,6 @@ class LinearGeluLinear(torch.autograd.Function):
         lean: bool,
         compute: torch.dtype,
     ) -> Tensor:
-        """Returns the result."""
         w1, w2 = up.to(compute), down.to(compute)
         b1, b2 = (None if bias is None else bias.to(compute) for bias in (up_bias, down_bias))
         rows = rows_of(x).contiguous()
@@ -245,7 +240,6 @@ class LinearGeluLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradient of each input."""
         rows, w1, w2, h, *kept = ctx.saved_tensors
         needs = ctx.needs_input_grad
         g = rows_of(g).contiguous()
@@ -285,7 +279,6 @@ class EmbeddingLookup(torch.autograd.Function):
     def forward(
         ctx: Any, index: Tensor, values: Tensor, owner: Tensor, padding: int, by_frequency: bool, casts: Casts
     ) -> Tensor:
-        """Returns the result."""
         ctx.save_for_backward(index)
         ctx.arguments = (values.shape[0], padding, by_frequency)
         ctx.casts = casts
@@ -293,7 +286,6 @@ class EmbeddingLookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradient of each input."""
         (index,) = ctx.saved_tensors
         grad = torch.ops.aten.embedding_dense_backward(g.float(), index, *ctx.arguments)
         return None, None, carried(grad, ctx.casts.precision.grad_weight), None, None, None
@@ -306,7 +298,7 @@ def rows_of(x: Tensor) -> Tensor:
 
 def cast_parameter(parameter: Tensor, casts: Casts) -> Tensor:
     """Casts a parameter to the compute format."""
-    return _round(parameter, casts.precision.compute, casts.compute, casts)
+    return round_tensor(parameter, casts.precision.compute, casts.compute, casts)
 
 
 def matmul(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:

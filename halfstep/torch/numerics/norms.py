@@ -62,7 +62,6 @@ class NormFunction(torch.autograd.Function):
         out: torch.dtype,
         centered: bool,
     ) -> Tensor:
-        """Returns the result."""
         ctx.settings = (eps, shape, out, centered)
         eps = torch.finfo(torch.float32).eps if eps is None else eps  # as torch's of an fp32 input
         y, stats = _kernels().normalize(x.contiguous(), gain, bias, shape.numel(), eps, out, centered)
@@ -71,7 +70,6 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradient of each input."""
         x, gain, bias, stats = ctx.saved_tensors
         if recording():
             inputs = {0: x, 1: gain, 2: bias}

@@ -47,7 +47,6 @@ class RecomputeInBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """Returns the result."""
         ctx.function, ctx.computed = function, None
         ctx.places = [i for i, given in enumerate(inputs) if isinstance(given, Tensor)]
         ctx.others = [None if isinstance(given, Tensor) else given for given in inputs]
@@ -56,7 +55,6 @@ class RecomputeInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradient of each input."""
         inputs, y = _compute_in_graph(ctx) if recording() else _compute_once(ctx)
         ctx.computed = None
         needed = [i for i in ctx.places if ctx.needs_input_grad[1 + i]]

@@ -162,6 +162,7 @@ def test_it_compiles_into_one_graph_and_another_policy_into_another(policy, chun
         loss.backward()
         return loss.detach(), x.grad, w.grad
 
+    torch._dynamo.reset()
     compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
     for text in (policy, "bf16-mixed,compute=e4m3"):
         assert same(run(linear_cross_entropy, text), run(compiled, text))
