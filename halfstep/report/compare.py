@@ -29,12 +29,14 @@ def conclusion(result: Comparison) -> str:
 
 
 def _reason(result: Comparison, verdict: Verdict) -> str:
-    pairs, delta = plural(len(result.a.losses), "pair"), plain(verdict.delta)
+    a, b, delta = len(result.a.losses), len(result.b.losses), plain(verdict.delta)
     if verdict.diverged:
-        return f"{verdict.diverged} of {plural(len(result.a.losses), 'run')} ended without a finite loss."
-    gap = f"The mean gap of {pairs} is {signed(verdict.mean)}"
-    if len(result.a.losses) == 1:
-        return f"{gap}, and one pair says nothing about luck: train about 4 seeds of each."
+        return f"{verdict.diverged} of {plural(a, 'run')} ended without a finite loss."
+    of = f"mean gap of {plural(a, 'pair')}" if result.seeds else f"gap between the means of {a} and {b} runs"
+    gap = f"The {of} is {signed(verdict.mean)}"
+    if min(a, b) == 1:
+        one = "pair" if result.seeds else "run"
+        return f"{gap}, and one {one} says nothing about luck: train about 4 seeds of each."
     if verdict.kind == "different":
         return f"{gap}, more than {delta}, and the 99 % interval {_interval(verdict.interval99)} excludes 0."
     within = f"the 90 % interval {_interval(verdict.interval90)}"
@@ -55,13 +57,14 @@ def evidence(result: Comparison) -> list[Row]:
         spread = plain(float(np.std(a.losses, ddof=1))) if finite else "not a number"
         rows.append(("spread over seeds", spread, plain(result.spread)))
     if a.tokens_per_second and b.tokens_per_second:
-        faster = f" ({a.tokens_per_second / b.tokens_per_second:.2f} times)"
-        rows.append(("tokens per second", count(a.tokens_per_second) + faster, count(b.tokens_per_second)))
+        # No ratio: the runs were made one after the other, beside whatever else the machine did.
+        rows.append(("tokens per second, when it ran", count(a.tokens_per_second), count(b.tokens_per_second)))
     if a.memory and b.memory:
         rows.append(("peak memory", f"{size(a.memory)} ({a.memory / b.memory:.2f} times)", size(b.memory)))
     if result.curves is not None:
-        differ = "none" if result.first_difference is None else f"{result.first_difference:,}"
-        rows.append(("first step where losses differ at all", differ, ""))
+        if result.seeds:
+            differ = "none" if result.first_difference is None else f"{result.first_difference:,}"
+            rows.append(("first step where losses differ at all", differ, ""))
         rows.append(("first step that seeds do not explain", describe_divergence(result), ""))
     rows += [(key, _format_value(one), _format_value(other)) for key, one, other in result.settings]
     return rows
@@ -78,8 +81,7 @@ def describe_divergence(result: Comparison) -> str:
 def html(result: Comparison) -> str:
     """Returns the page."""
     drawn = charts(result)
-    labels = result.seeds or range(1, len(result.a.losses) + 1)
-    pairs = list(zip(labels, result.a.losses, result.b.losses, strict=False))  # without a verdict, no losses
+    pairs = list(zip(result.seeds, result.a.losses, result.b.losses, strict=False))  # without a verdict, no losses
     return fill(
         "compare.html",
         title=f"{result.a.name} against {result.b.name}",
@@ -88,7 +90,7 @@ def html(result: Comparison) -> str:
         tiles=_tiles(result),
         result=result,
         rows=evidence(result),
-        pairs=[(str(label), plain(a, 6), plain(b, 6), signed(a - b)) for label, a, b in pairs],
+        pairs=[(str(seed), plain(a, 6), plain(b, 6), signed(a - b)) for seed, a, b in pairs],
         charts=drawn,
         data={"charts": {chart.id: chart.data() for chart in drawn}, "layers": None, "what_if": []},
         halfstep=__version__,

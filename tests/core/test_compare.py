@@ -171,7 +171,7 @@ def test_a_reference_that_diverged_has_no_band():
     reference = curves(4, np.random.default_rng(6))
     reference.values[1, 30] = np.nan
     with pytest.raises(IncomparableError, match="loss"):
-        band({"loss": reference}, pairs=4)
+        band({"loss": reference}, runs=4)
 
 
 def test_seeds_that_stay_apart_for_the_whole_run_are_no_parting():
@@ -195,4 +195,4 @@ def test_seeds_that_change_nothing_leave_no_room():
 
 def test_a_band_needs_four_seeds():
     with pytest.raises(IncomparableError, match="4 seeds"):
-        band({"loss": curves(3, np.random.default_rng(5))}, pairs=3)
+        band({"loss": curves(3, np.random.default_rng(5))}, runs=3)

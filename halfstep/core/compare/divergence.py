@@ -44,8 +44,8 @@ class Divergence:
     band: float  # the gap that seeds explain there
 
 
-def band(reference: Mapping[str, Series], pairs: int) -> dict[str, NDArray[np.float64]]:
-    """Returns how far seeds alone may move the mean gap of `pairs` pairs from 0, at each step of each series."""
+def band(reference: Mapping[str, Series], runs: int) -> dict[str, NDArray[np.float64]]:
+    """Returns how far seeds alone may move the mean of so many runs from the reference's, at each step."""
     seeds = len(next(iter(reference.values())).values)
     if seeds < FEWEST_FOR_BAND:
         raise IncomparableError(
@@ -63,19 +63,18 @@ def band(reference: Mapping[str, Series], pairs: int) -> dict[str, NDArray[np.fl
     largest = [_largest(reference, spreads, i, j) for i, j in combinations(range(seeds), 2)]
     scale = float(np.std(largest, ddof=1)) * math.sqrt(6) / math.pi
     quantile = float(np.mean(largest)) + scale * (-math.log(-math.log(SURE)) - EULER)
-    limit = max(quantile, *largest) * math.sqrt(2 / pairs)
+    limit = max(quantile, *largest) * math.sqrt(1 / runs + 1 / seeds)
     return {name: np.full(len(series.steps), limit * spreads[name]) for name, series in reference.items()}
 
 
 def first_divergence(a: Mapping[str, Series], b: Mapping[str, Series]) -> Divergence | None:
-    """Returns where A first leaves the band of the reference B; None if it never does. Rows are paired by seed.
+    """Returns where A first leaves the band of the reference B; None if it never does.
 
     What is not finite has left it.
     """
-    pairs = len(next(iter(b.values())).values)
     found = []
-    for name, limits in band(b, pairs).items():
-        gaps = np.mean(a[name].values - b[name].values, axis=0)
+    for name, limits in band(b, len(next(iter(a.values())).values)).items():
+        gaps = np.mean(a[name].values, axis=0) - np.mean(b[name].values, axis=0)
         outside = np.flatnonzero(~np.isfinite(gaps) | (np.abs(gaps) > limits))
         if outside.size:
             at = outside[0]

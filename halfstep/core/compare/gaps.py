@@ -4,9 +4,12 @@ The gaps are those of pairs: run A and run B of a pair have the same seed, so th
 the same data, and a gap is A's final held-out loss minus B's. From n gaps with mean m and standard deviation s,
 Student's t with n - 1 degrees of freedom gives intervals for the true mean, m +- t s / sqrt(n):
 
+Runs that share no seeds make no pairs: there m is the difference of the mean losses, and Welch's interval holds
+the luck of all seeds.
+
     different      the 99 % interval excludes 0, and |m| > delta; or a run of A ended without a finite loss
     same           the 90 % interval lies inside [-delta, delta] (two one-sided tests, each at 5 %)
-    cannot tell    neither; `more_seeds` is how many more pairs would decide if m and s stay as they are
+    cannot tell    neither; `more_seeds` is how many more pairs, or runs of each, would decide with these m and s
 
 `delta` is the gap that nobody needs to care about. Its default is half the seed spread of B, the reference: the
 standard deviation of its held-out losses. The range of the losses would not do: it grows with the number of seeds,
@@ -54,24 +57,85 @@ class Verdict:
     diverged: int = 0  # runs of A that ended without a finite loss
 
 
+@dataclass(frozen=True)
+class _Mean:
+    """What is known of a mean gap: from it and its spread follows what more seeds would say."""
+
+    mean: float
+    variance: float  # of the mean of n
+    n: int  # pairs, or runs of the side that has fewer
+    degrees: int
+
+    def interval(self, level: float, n: int | None = None) -> Interval:
+        """Returns the interval that holds the true mean with this probability, from these seeds or from `n`."""
+        n = n or self.n
+        half = t_quantile(0.5 + level / 2, self.degrees * (n - 1) // (self.n - 1))
+        half *= math.sqrt(self.variance * self.n / n)
+        return self.mean - half, self.mean + half
+
+    def decide(self, delta: float, n: int | None = None) -> Kind:
+        """Returns what these seeds decide, or what `n` would."""
+        low, high = self.interval(SURE, n)
+        if abs(self.mean) > delta and (low > 0 or high < 0):
+            return "different"
+        low, high = self.interval(CLOSE, n)
+        return "same" if -delta <= low and high <= delta else "cannot tell"
+
+    def more_seeds(self, delta: float) -> int | None:
+        """Returns how many more seeds decide with this mean and spread: by bisection, as intervals only narrow."""
+        if self.decide(delta, MOST_SEEDS) == "cannot tell":
+            return None
+        undecided, decided = self.n, MOST_SEEDS
+        while decided - undecided > 1:
+            middle = (undecided + decided) // 2
+            if self.decide(delta, middle) == "cannot tell":
+                undecided = middle
+            else:
+                decided = middle
+        return decided - self.n
+
+
 def verdict(gaps: Sequence[float], delta: float) -> Verdict:
     """Returns what the gaps of held-out losses say, one for each pair; infinite where A's run has diverged."""
     if not gaps or any(math.isnan(gap) for gap in gaps):
         raise IncomparableError("a verdict needs the gap of at least one pair, and no gap may be NaN")
+    n = len(gaps)
+    _check_delta(delta)
+    if n == 1 or not all(map(math.isfinite, gaps)):
+        return _undecided(gaps, float(np.mean(gaps)), delta)
+    return _judged(_Mean(float(np.mean(gaps)), float(np.var(gaps, ddof=1)) / n, n, n - 1), delta)
+
+
+def unpaired_verdict(a: Sequence[float], b: Sequence[float], delta: float) -> Verdict:
+    """Returns what the losses of runs with different seeds say; infinite where A's run has diverged."""
+    _check_delta(delta)
+    mean = float(np.mean(a)) - float(np.mean(b))
+    if min(len(a), len(b)) == 1 or not all(map(math.isfinite, a)):
+        return _undecided(a, mean, delta)
+    parts = [float(np.var(losses, ddof=1)) / len(losses) for losses in (a, b)]
+    shares = [part / (sum(parts) or 1.0) for part in parts]  # Welch and Satterthwaite
+    divisor = sum(share**2 / (len(losses) - 1) for share, losses in zip(shares, (a, b), strict=True))
+    degrees = math.floor(1 / divisor) if divisor else len(a) + len(b) - 2
+    return _judged(_Mean(mean, sum(parts), min(len(a), len(b)), degrees), delta)
+
+
+def _check_delta(delta: float) -> None:
     if not 0 <= delta < math.inf:
         raise IncomparableError(f"delta is {delta}, and a gap to tolerate is a finite number of at least 0")
-    if diverged := sum(math.isinf(gap) for gap in gaps):
-        beyond = (math.inf, math.inf)
-        return Verdict("different", math.inf, beyond, beyond, delta, diverged=diverged)
-    n, mean = len(gaps), float(np.mean(gaps))
-    if n == 1:
-        unknown = (-math.inf, math.inf)
-        return Verdict("cannot tell", mean, unknown, unknown, delta)
-    spread = float(np.std(gaps, ddof=1))
-    close, sure = interval(mean, spread, n, CLOSE), interval(mean, spread, n, SURE)
-    kind = _decide(mean, spread, n, delta)
-    more = _more_seeds(mean, spread, n, delta) if kind == "cannot tell" else None
-    return Verdict(kind, mean, close, sure, delta, more)
+
+
+def _undecided(values: Sequence[float], mean: float, delta: float) -> Verdict:
+    """Returns the verdict on one pair, or on runs of which some diverged."""
+    diverged = sum(math.isinf(value) for value in values)
+    beyond = (math.inf, math.inf) if diverged else (-math.inf, math.inf)
+    kind: Kind = "different" if diverged else "cannot tell"
+    return Verdict(kind, math.inf if diverged else mean, beyond, beyond, delta, diverged=diverged)
+
+
+def _judged(mean: _Mean, delta: float) -> Verdict:
+    kind = mean.decide(delta)
+    more = mean.more_seeds(delta) if kind == "cannot tell" else None
+    return Verdict(kind, mean.mean, mean.interval(CLOSE), mean.interval(SURE), delta, more)
 
 
 def seed_spread(losses: Sequence[float]) -> float:
@@ -82,34 +146,6 @@ def seed_spread(losses: Sequence[float]) -> float:
             hint="give the reference more seeds, or say with --delta which gap does not matter",
         )
     return float(np.std(losses, ddof=1))
-
-
-def interval(mean: float, spread: float, n: int, level: float) -> Interval:
-    """Returns the interval that holds the true mean with this probability, given that of n values."""
-    half = t_quantile(0.5 + level / 2, n - 1) * spread / math.sqrt(n)
-    return mean - half, mean + half
-
-
-def _decide(mean: float, spread: float, n: int, delta: float) -> Kind:
-    low, high = interval(mean, spread, n, SURE)
-    if abs(mean) > delta and (low > 0 or high < 0):
-        return "different"
-    low, high = interval(mean, spread, n, CLOSE)
-    return "same" if -delta <= low and high <= delta else "cannot tell"
-
-
-def _more_seeds(mean: float, spread: float, n: int, delta: float) -> int | None:
-    """Returns how many more pairs decide with this mean and spread: intervals only narrow, so bisection does."""
-    if _decide(mean, spread, MOST_SEEDS, delta) == "cannot tell":
-        return None
-    undecided, decided = n, MOST_SEEDS
-    while decided - undecided > 1:
-        middle = (undecided + decided) // 2
-        if _decide(mean, spread, middle, delta) == "cannot tell":
-            undecided = middle
-        else:
-            decided = middle
-    return decided - n
 
 
 def t_quantile(probability: float, degrees: int) -> float:

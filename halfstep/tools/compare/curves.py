@@ -8,6 +8,7 @@ TensorBoard log is an event file or the folder around it.
 
 import csv
 import io
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ class Curve:
     memory: int | None = None  # the peak, in bytes
     about: Mapping[str, Any] = field(default_factory=dict)  # its `start` event
     problem: str = ""  # why it diverged
+    notes: tuple[str, ...] = ()  # on its log
 
 
 def read_run(folder: Path) -> Curve:
@@ -151,54 +153,90 @@ HELD_OUT_NAMES: tuple[str, ...] = (
 )
 HELD_OUT_NAMES += ("loss_val", "loss_eval", "loss_held_out", "validation", "eval", "val")
 LOSS_NAMES = ("loss", "train_loss", "training_loss", "loss_train", "loss_training")
-_WANDB = " - "
+_WANDB, _NOT_READ = " - ", ("__MIN", "__MAX", "_step")
+EMPTY = ("", "none", "null", "na", "n/a", "-")  # cells that hold nothing
 EVENT_FILE = "events.out.tfevents"
 LAST_STEP = 2.0**53  # up to here floats count
+
+
+@dataclass
+class Column:
+    """A column of a log: its numbers by step, the steps without one, and where it holds text, if it does."""
+
+    numbers: dict[int, float] = field(default_factory=dict)
+    empty: set[int] = field(default_factory=set)
+    text: str = ""
 
 
 def read_log(path: Path, column: str | None = None) -> list[Curve]:
     """Returns the runs of a log; `column` names the loss to compare, if its name does not say that it is one."""
     if path.is_dir() or EVENT_FILE in path.name:
-        return [_named(str(path), _tensorboard(path), column)]
+        return [_named(str(path), {tag: Column(found) for tag, found in _tensorboard(path).items()}, column)]
     with os_errors(
         CompareInputError, f"`{path}` cannot be read", "name a CSV file, a TensorBoard log or a run folder"
     ):
         content = read_bytes(path, MOST_TABLE)
-    table = _table(path, content)
-    if not table:
-        raise CompareInputError(f"`{path}` holds no numbers", hint="the first line names the columns: step,loss")
-    runs: dict[str, dict[str, dict[int, float]]] = {}
-    for name, values in table.items():
+    runs: dict[str, dict[str, Column]] = {}
+    for name, found in _table(path, content).items():
         run, dash, number = name.rpartition(_WANDB)
-        runs.setdefault(run if dash else "", {})[number] = values
+        runs.setdefault(run if dash else "", {})[number] = found
     if len(runs) > 1:
         runs.pop("", None)  # what W&B has no run for
-    return [_named(f"{path}: {run}" if run else str(path), numbers, column) for run, numbers in runs.items()]
+        for columns in runs.values():  # a run that ended earlier than others has empty cells for their steps
+            steps = {step for found in columns.values() for step in found.numbers}
+            for found in columns.values():
+                found.empty &= steps
+    if not any(found.numbers for columns in runs.values() for found in columns.values()):
+        raise CompareInputError(f"`{path}` holds no numbers", hint="the first line names the columns: step,loss")
+    return [_named(f"{path}: {run}" if run else str(path), columns, column) for run, columns in runs.items()]
 
 
-def _table(path: Path, content: bytes) -> dict[str, dict[int, float]]:
-    """Returns each column of a CSV file by step; empty cells are left out."""
+def _table(path: Path, content: bytes) -> dict[str, Column]:
+    """Returns each column of a CSV file."""
+    head, lines = _rows(path, content)
+    counted = next((i for i, name in enumerate(head) if name.lower() in STEPS), None)
+    kept = {i: Column() for i, name in enumerate(head) if i != counted and not name.endswith(_NOT_READ)}
+    for number, (place, cells) in enumerate(lines, 1):
+        step = number if counted is None else _step(cells[counted], place)
+        for i, found in kept.items():
+            cell = cells[i].strip()
+            if (value := _value(cell)) is not None:
+                found.numbers[step] = value
+            elif cell.lower() in EMPTY:
+                found.empty.add(step)
+            else:
+                found.text = found.text or f"{place}: `{cell}` in the column `{head[i]}`"
+    return {head[i]: found for i, found in kept.items()}
+
+
+def _rows(path: Path, content: bytes) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Returns the names of the columns, and each line that is not empty with its place."""
     try:
         text = content.decode("utf-8-sig")
-        head, *lines = list(csv.reader(io.StringIO(text)))
+        if text.lstrip()[:1] in ("{", "["):
+            raise csv.Error("it looks like JSON")
+        tabs = "\t" in text.partition("\n")[0]
+        table = csv.reader(io.StringIO(text), delimiter="\t" if tabs else ",", strict=True)
+        head, *lines = [(f"{path}:{table.line_num}", cells) for cells in table]
     except (UnicodeDecodeError, csv.Error, ValueError) as error:
         why = "it is empty" if isinstance(error, ValueError) and not content.strip() else f"it is not CSV: {error}"
         raise CompareInputError(f"`{path}`: {why}", hint="the first line names the columns: step,loss") from None
-    counted = next((i for i, name in enumerate(head) if name.strip().lower() in STEPS), None)
-    kept = [i for i, name in enumerate(head) if i != counted and not name.endswith(("__MIN", "__MAX", "_step"))]
-    columns: dict[str, dict[int, float]] = {head[i].strip(): {} for i in kept}
-    for number, cells in enumerate(lines, 1):
-        if not any(cells):
-            continue
-        step = number if counted is None else _step(cells, counted, f"{path}:{number + 1}")
-        for i in kept:
-            if i < len(cells) and (value := _value(cells[i])) is not None:
-                columns[head[i].strip()][step] = value
-    return {name: values for name, values in columns.items() if values}
+    names = [name.strip() for name in head[1]]
+    if twice := [name for i, name in enumerate(names) if name and name in names[:i]]:
+        raise CompareInputError(
+            f"`{path}` has two columns called `{twice[0]}`", hint="rename or remove one of them"
+        )
+    found = [(place, cells) for place, cells in lines if any(cells)]
+    for place, cells in found:
+        if len(cells) < len(names) or any(cells[len(names) :]):
+            raise CompareInputError(
+                f"{place}: {len(cells)} cells, and {len(names)} columns",
+                hint="repair or remove the line; the last line of a log that is still written may be cut off",
+            )
+    return names, found
 
 
-def _step(cells: list[str], counted: int, place: str) -> int:
-    given = cells[counted] if counted < len(cells) else ""
+def _step(given: str, place: str) -> int:
     value = _value(given)
     if value is None or not abs(value) <= LAST_STEP:
         raise CompareInputError(
@@ -243,25 +281,53 @@ def _tensorboard(path: Path) -> dict[str, dict[int, float]]:
     return found
 
 
-def _named(name: str, numbers: Mapping[str, dict[int, float]], column: str | None) -> Curve:
+def _named(name: str, columns: Mapping[str, Column], column: str | None) -> Curve:
     """Returns a run with the columns that are losses."""
-    if column is not None and column not in numbers:
-        raise CompareInputError(f"`{name}` has no column `{column}`", hint=f"its columns are {_listed(numbers)}")
-    held_out = column or _find(numbers, HELD_OUT_NAMES)
-    loss = _find(numbers, LOSS_NAMES) or held_out
-    if loss is None and len(numbers) == 1:
-        (loss,) = numbers
+    if column is not None and column not in columns:
+        raise CompareInputError(f"`{name}` has no column `{column}`", hint=f"its columns are {_listed(columns)}")
+    recorded = [each for each, found in columns.items() if found.numbers]
+    held_out = column or _find(recorded, HELD_OUT_NAMES)
+    loss = _find(recorded, LOSS_NAMES) or held_out
+    if loss is None and len(recorded) == 1:
+        (loss,) = recorded
     if loss is None:
         raise CompareInputError(
             f"`{name}` has no column that is called a loss",
-            hint=f"name one with --column; its columns are {_listed(numbers)}",
+            hint=f"name one with --column; its columns are {_listed(columns)}",
         )
-    series = {LOSS: as_arrays(numbers[loss])}
+    notes = [_check_gaps(name, each, columns[each]) for each in dict.fromkeys((loss, held_out)) if each]
+    series = {LOSS: as_arrays(columns[loss].numbers)}
     if held_out is not None:
-        series[HELD_OUT] = as_arrays(numbers[held_out])
+        series[HELD_OUT] = as_arrays(columns[held_out].numbers)
     last = None if held_out is None else float(series[HELD_OUT][1][-1])
     diverged = last is not None and not math.isfinite(last)
-    return Curve(name, None, series, math.inf if diverged else last, int(series[LOSS][0][-1]))
+    step = int(series[LOSS][0][-1])
+    return Curve(name, None, series, math.inf if diverged else last, step, notes=tuple(filter(None, notes)))
+
+
+def _check_gaps(name: str, column: str, found: Column) -> str:
+    """Refuses a loss that holds text or ends before its log; returns what to say of steps that lack it."""
+    if found.text:
+        raise CompareInputError(
+            f"{found.text} is not a number", hint="write nan for a loss that was none, or leave the cell empty"
+        )
+    if not found.numbers:
+        raise CompareInputError(
+            f"`{name}`: the column `{column}` holds no number", hint="name another by --column"
+        )
+    steps = sorted(found.numbers)
+    apart = np.diff([0, *steps])
+    usual, longest = float(np.median(apart)), int(apart.max())
+    due = longest if longest < 2 * usual else 2 * longest
+    last = max(found.empty, default=0)
+    if last - steps[-1] >= due:
+        raise CompareInputError(
+            f"`{name}`: the column `{column}` is empty from step {steps[-1]:,} on, and the log ends at {last:,}",
+            hint="pandas writes NaN as an empty cell: write nan if the run diverged, or else cut the log there",
+        )
+    gaps = [(int(a), int(b)) for a, b in itertools.pairwise(steps) if b - a >= 2 * usual]
+    missing = [(a, b) for a, b in gaps if any(a < step < b for step in found.empty)]
+    return "`{}` has no `{}` between the steps {:,} and {:,}".format(name, column, *missing[0]) if missing else ""
 
 
 def _find(numbers: Iterable[str], names: tuple[str, ...]) -> str | None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from halfstep.config.schema import flatten
 from halfstep.core.compare.divergence import FEWEST_FOR_BAND, Divergence, Series, band, first_divergence
-from halfstep.core.compare.gaps import IncomparableError, Verdict, seed_spread, verdict
+from halfstep.core.compare.gaps import IncomparableError, Verdict, seed_spread, unpaired_verdict, verdict
 from halfstep.tools.compare.curves import HELD_OUT, LOSS, PARTING, Curve, common_steps, stacked
 
 LAST = 0.1  # of the steps: their mean training loss is compared if no loss is held out
@@ -40,7 +40,7 @@ class Side:
     """One of the two ways to train."""
 
     name: str
-    losses: tuple[float, ...]  # one for each pair, infinite where a run diverged
+    losses: tuple[float, ...]  # one for each run, infinite where it diverged
     tokens_per_second: float | None  # the median
     memory: int | None  # the largest peak, in bytes
     runs: tuple[str, ...]
@@ -55,7 +55,7 @@ class Comparison:
     b: Side
     verdict: Verdict | None
     measure: str  # which loss it is about
-    seeds: tuple[int, ...]  # of the pairs; empty if they were paired in the order given
+    seeds: tuple[int, ...]  # of the pairs; empty if the runs share none, and are compared unpaired
     spread: float | None  # of the reference over seeds
     parting: Divergence | None
     parting_unknown: str  # why there is no band
@@ -82,6 +82,7 @@ def judge(
     """Compares runs of A with runs of B, the reference; `delta` is the gap that does not matter."""
     notes: list[str] = []
     a, b, seeds = _pairs(a, b, notes)
+    notes += [note for curve in (*a, *b) for note in curve.notes]
     data = _same(a, b, _data)
     model = _same(a, b, lambda start: start["config"].get("model"))
     batches = _same(a, b, lambda start: start.get("tokens_per_step"))
@@ -99,7 +100,7 @@ def judge(
     elif batches is False:
         notes.append("the updates have other numbers of tokens, so the curves cannot be compared step by step")
     losses, measure = _losses(a, b) if data is not False else (None, "")
-    decided = None if losses is None else _decide(names, *losses, delta)
+    decided = None if losses is None else _decide(names, *losses, delta, paired=bool(seeds))
     drawn = _curves(a, b) if data is not False and model is not False and batches is not False else None
     parting, unknown, limits = _part(drawn)
     has_speed = model is not False
@@ -115,7 +116,7 @@ def judge(
         for i, (name, curves) in enumerate(zip(names, (a, b), strict=True))
     ]
     spread = seed_spread(losses[1]) if losses is not None and _has_spread(losses[1]) else None
-    different = None if drawn is None else _first_difference(drawn)
+    different = None if drawn is None or not seeds else _first_difference(drawn)
     about = (measure, seeds, spread, parting, unknown, different, _settings(a, b), tuple(notes), drawn, limits)
     return Comparison(sides[0], sides[1], decided, *about)
 
@@ -123,16 +124,15 @@ def judge(
 def _pairs(
     a: Sequence[Curve], b: Sequence[Curve], notes: list[str]
 ) -> tuple[list[Curve], list[Curve], tuple[int, ...]]:
-    """Returns the runs in pairs: those with the same seed, or else in the order given."""
+    """Returns the runs in pairs of the same seed, or all of them if they share none."""
     by_seed = [{curve.seed: curve for curve in curves if curve.seed is not None} for curves in (a, b)]
     seeds = sorted(by_seed[0].keys() & by_seed[1].keys())
     if seeds and all(len(known) == len(curves) for known, curves in zip(by_seed, (a, b), strict=True)):
         if alone := len(a) + len(b) - 2 * len(seeds):
             notes.append(f"{alone} run{'s' if alone > 1 else ''} without a partner of the same seed left out")
         return [by_seed[0][seed] for seed in seeds], [by_seed[1][seed] for seed in seeds], tuple(seeds)
-    n = min(len(a), len(b))
-    notes.append("the runs share no seeds and are paired in the order given: their gaps hold all luck of seeds")
-    return list(a)[:n], list(b)[:n], ()
+    notes.append("the runs share no seeds, so their means are compared: the intervals hold the luck of all seeds")
+    return list(a), list(b), ()
 
 
 def _same(a: Sequence[Curve], b: Sequence[Curve], read: Callable[[Mapping[str, Any]], Any]) -> bool | None:
@@ -175,15 +175,18 @@ def _mean(curve: Curve, window: Any) -> float:
     return mean if math.isfinite(mean) else math.inf
 
 
-def _decide(names: tuple[str, str], a: list[float], b: list[float], delta: float | None) -> Verdict:
+def _decide(
+    names: tuple[str, str], a: list[float], b: list[float], delta: float | None, *, paired: bool
+) -> Verdict:
     if not all(map(math.isfinite, b)):
         raise IncomparableError(
             f"a run of the reference, {names[1]}, diverged: nothing can be compared with it",
             hint="name the runs that train second, or a lower optimizer.rate for both with --set",
         )
     if delta is None and not _has_spread(b):
-        delta = 0.0  # one pair decides nothing, whatever delta is
-    return verdict([x - y for x, y in zip(a, b, strict=True)], seed_spread(b) / 2 if delta is None else delta)
+        delta = 0.0  # one run decides nothing, whatever delta is
+    delta = seed_spread(b) / 2 if delta is None else delta
+    return verdict([x - y for x, y in zip(a, b, strict=True)], delta) if paired else unpaired_verdict(a, b, delta)
 
 
 def _has_spread(losses: Sequence[float]) -> bool:
@@ -203,11 +206,11 @@ def _part(
         return None, "", None
     a, b = drawn
     finite = [name for name in b if np.isfinite(b[name].values).all()]
-    pairs = len(b[finite[0]].values) if finite else 0
-    if pairs < FEWEST_FOR_BAND:
-        return None, f"a band needs {FEWEST_FOR_BAND} pairs or more, and there are {pairs}", None
+    seeds = len(b[finite[0]].values) if finite else 0
+    if seeds < FEWEST_FOR_BAND:
+        return None, f"a band needs {FEWEST_FOR_BAND} runs of the reference or more, and there are {seeds}", None
     a, b = ({name: series[name] for name in finite} for series in drawn)
-    return first_divergence(a, b), "", band(b, pairs)
+    return first_divergence(a, b), "", band(b, len(a[finite[0]].values))
 
 
 def _first_difference(drawn: tuple[dict[str, Series], dict[str, Series]]) -> int | None:

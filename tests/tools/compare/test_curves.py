@@ -3,10 +3,12 @@
 import math
 import os
 
+import numpy as np
 import pytest
 
 from halfstep.core.compare.gaps import CompareError
-from halfstep.tools.compare.curves import read_log
+from halfstep.report.compare import conclusion
+from halfstep.tools.compare.curves import Curve, read_log
 from halfstep.tools.compare.judge import judge
 
 
@@ -58,9 +60,9 @@ def test_logs_without_a_held_out_loss_are_compared_by_the_last_tenth_of_training
     text = "\n".join([",".join(f"run{seed} - loss" for seed in range(4)), *lines])
     a, b = (read_log(written(tmp_path, text, name)) for name in ("a.csv", "b.csv"))
     result = judge(("a", "b"), a, b)
-    assert (result.verdict.kind, result.measure) == ("same", "mean training loss of steps 37 to 40")
+    assert (result.verdict.kind, result.measure) == ("cannot tell", "mean training loss of steps 37 to 40")
     assert any("taken to be the same" in note for note in result.notes)
-    assert any("in the order given" in note for note in result.notes)
+    assert any("their means are compared" in note for note in result.notes)
 
 
 def test_a_loss_that_is_not_a_number_has_diverged(tmp_path):
@@ -78,6 +80,12 @@ def test_a_loss_that_is_not_a_number_has_diverged(tmp_path):
         ("step,loss\nnan,2\n", "the step is `nan`", "line"),
         ("step,loss\n", "holds no numbers", "step,loss"),
         ("no numbers at all", "holds no numbers", "step,loss"),
+        ('{"step": 1, "loss": 2}\n{"step": 2, "lo', "it looks like JSON", "step,loss"),
+        ("step,loss,loss\n1,2,3\n", "two columns called `loss`", "rename"),
+        ("step,loss\n1,2\n2,2,9\n", "log.csv:3: 3 cells, and 2 columns", "line"),
+        ("step,loss\n1,2\n2", "log.csv:3: 1 cells, and 2 columns", "cut off"),
+        ('step,loss\n1,2\n2,"3', "not CSV", "step,loss"),
+        ("step,loss\n1,2\n2,two\n", "log.csv:3: `two` in the column `loss` is not a number", "nan"),
     ],
 )
 def test_a_file_that_is_no_log_is_refused_with_what_to_do(tmp_path, text, message, hint):
@@ -100,3 +108,53 @@ def test_a_column_can_be_named(tmp_path):
     assert curve.held_out == 2.0
     with pytest.raises(CompareError, match="no column `c`"):
         read_log(log, "c")
+
+
+@pytest.mark.parametrize("empty", ["", "None", "null", "n/a"])
+def test_a_loss_that_ends_before_its_log_is_no_loss_of_the_end(tmp_path, empty):
+    """As pandas writes NaN: a run that diverged."""
+    lines = [f"{step},{4 - step / 100 if step <= 60 else empty},0.1" for step in range(1, 101)]
+    with pytest.raises(CompareError, match=r"`loss` is empty from step 60 on, and the log ends at 100") as caught:
+        read_log(written(tmp_path, "\n".join(["step,loss,lr", *lines])))
+    assert "nan" in caught.value.hint
+
+
+def test_a_held_out_loss_that_is_due_after_the_end_is_not_missed(tmp_path):
+    lines = [f"{step},{4 - step / 100},{3 if step % 20 == 0 else ''}" for step in range(1, 110)]
+    (curve,) = read_log(written(tmp_path, "\n".join(["step,loss,val_loss", *lines])))
+    assert (curve.held_out, curve.notes) == (3.0, ())
+    with pytest.raises(CompareError, match=r"`val_loss` is empty from step 100"):
+        read_log(written(tmp_path, "\n".join(["step,loss,val_loss", *lines, "120,2,"])))
+
+
+def test_a_gap_within_a_loss_is_said(tmp_path):
+    lines = [f"{step},{4 - step / 100 if not 30 < step < 40 else ''}" for step in range(1, 101)]
+    (curve,) = read_log(written(tmp_path, "\n".join(["step,loss", *lines])))
+    assert "no `loss` between the steps 30 and 40" in curve.notes[0]
+    assert curve.notes[0] in judge(("a", "b"), [curve], [curve]).notes
+
+
+def test_a_run_of_wandb_that_ended_earlier_has_no_gap(tmp_path):
+    lines = [f"{step},{3 / step},{3 / step if step < 5 else ''}" for step in range(1, 11)]
+    _, short = read_log(written(tmp_path, "\n".join(["Step,long - loss,short - loss", *lines])))
+    assert short.step == 4
+
+
+def test_tabs_separate_columns_too(tmp_path):
+    (curve,) = read_log(written(tmp_path, "step\tloss\n1\t3\n2\t2\n", "log.tsv"))
+    assert list(curve.series["loss"][1]) == [3.0, 2.0]
+
+
+def test_runs_without_common_seeds_are_compared_unpaired(tmp_path):
+    """The order of the files says nothing, so it changes nothing."""
+    random = np.random.default_rng(0)
+    runs = [3.1 + 0.02 * random.standard_normal(6), 3.0 + 0.02 * random.standard_normal(8)]
+    a, b = ([Curve("", None, {"held-out loss": (np.array([9]), np.array([x]))}, x, 9) for x in of] for of in runs)
+    first = judge(("a", "b"), a, b, delta=0.01)
+    assert first.verdict.kind == "different"
+    for _ in range(5):
+        random.shuffle(a)
+        random.shuffle(b)
+        again = judge(("a", "b"), a, b, delta=0.01).verdict
+        assert again.interval99 == pytest.approx(first.verdict.interval99)
+    assert "between the means of 6 and 8 runs" in conclusion(first)

@@ -55,7 +55,7 @@ def test_a_layer_that_parts_is_named(tmp_path):
 def test_one_run_of_each_cannot_tell_and_says_why_there_is_no_band(tmp_path):
     result = compared(make_run(tmp_path / "a", worse=1.0), make_run(tmp_path / "b"))
     assert result.verdict.kind == "cannot tell"
-    assert "4 pairs" in result.parting_unknown
+    assert "4 runs" in result.parting_unknown
     assert result.first_difference == 21
 
 
