@@ -129,7 +129,7 @@ class Monitor:
             (loss.float() / weight * whole * self._run.scale_state.scale).backward()
         for module, info in zip(self._watch.modules, self.layers, strict=True):
             if (p := _matrix(module)) is not None:
-                seen.append((info, "weight", part_of(stored(p), spec_of_role(info, "weight"))))
+                seen.append((info, "weight", part_of(stored(p, p.numel()), spec_of_role(info, "weight"))))
         merged: dict[str, dict[str, Observation]] = {info.name: {} for info in self.layers}
         for (info, role, _), observation in zip(seen, observations([part for *_, part in seen]), strict=True):
             roles = merged[info.name]

@@ -66,10 +66,8 @@ def casts_of(module: nn.Module) -> Any:
 
 
 @contextmanager
-def switch_formats(
-    run: Any, precisions: Mapping[str, Precision] | None = None, *, otherwise: Precision | None = None
-) -> Iterator[None]:
-    """Inside, modules compute in the given precisions, by name, others in `otherwise`, fp32 by default.
+def switch_formats(run: Any, precisions: Mapping[str, Precision] | None = None) -> Iterator[None]:
+    """Inside, modules compute in the given precisions, by name, and the others in fp32.
 
     The model's own code (functions between its modules) follows the empty name. Modules are those of
     `precisions_of`; `core.precision.precisions(policy, names)` gives those of a whole policy. Everything that a
@@ -83,12 +81,11 @@ def switch_formats(
                 f"`{name}` is no module with a precision",
                 hint=f"such as `{next(iter(known), '')}`: precisions_of(model)",
             )
-    rest = otherwise or Precision()
     with ExitStack() as stack:
         stack.enter_context(extra_pass_of_run(run))
         stack.enter_context(_pause_ddp_sync(run))
         stack.callback(_reshard, run)
-        stack.enter_context(_set_precisions(model, {name: given.get(name, rest) for name in known}))
+        stack.enter_context(_set_precisions(model, {name: given.get(name, Precision()) for name in known}))
         _reshard(run)
         yield
 

@@ -13,10 +13,11 @@ finite.
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,6 @@ from halfstep.torch.convert.plan import matmuls, plans_of
 from halfstep.torch.convert.resolve import names_of
 from halfstep.torch.fp8.linear import MULTIPLE
 from halfstep.torch.instruments.replay import precisions_of, replay, switch_formats
-from halfstep.torch.layers import Matmul
 from halfstep.torch.measure import LayerWork, devices, time_layer
 from halfstep.torch.numerics.dtypes import as_device, describe
 from halfstep.torch.update.parts import device_of
@@ -70,9 +70,14 @@ class Study:
         self.run, self.names = run, names_of(run.model, names)
         self._loss_fn, self._batches = loss_fn, batches
         self._base, self._ruled = precisions_of(run.model), precisions(run.policy, self.names)
-        with self._count_rows() as rows:
-            self._reference = self._gradients({})
-        self.layers = self._layers(rows)
+        plans, rows = [plan for plan in matmuls(plans_of(run.model)) if not plan.router], Counter[nn.Module]()
+        count = partial(_count_rows, rows)
+        hooks = [plan.module.register_forward_pre_hook(count, with_kwargs=True) for plan in plans]
+        self._reference = self._gradients({})
+        for hook in hooks:
+            hook.remove()
+        used = [plan for plan in plans if plan.module in rows]
+        self.layers = [_layer_of(plan, rows[plan.module] // len(batches)) for plan in used]
 
     def descent_lost(self, policy: Policy) -> float:
         """Returns the share of a step's descent that is lost under a policy instead of the run's."""
@@ -103,31 +108,17 @@ class Study:
             lost += 0.0 if norm == 0 else norm if size == 0 else norm * apart**2 / 2
         return lost / whole if whole else 0.0
 
-    @contextmanager
-    def _count_rows(self) -> Iterator[dict[nn.Module, int]]:
-        """Counts the rows that pass through each module."""
-        rows: dict[nn.Module, int] = {}
 
-        def count(module: nn.Module, args: Any, kwargs: Any) -> None:
-            x = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim()), None)
-            if x is not None:
-                rows[module] = rows.get(module, 0) + x.numel() // x.shape[-1]
+def _count_rows(rows: Counter[nn.Module], module: nn.Module, args: Any, kwargs: Any) -> None:
+    """A hook that counts the rows that pass through a module."""
+    x = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim()), None)
+    if x is not None:
+        rows[module] += x.numel() // x.shape[-1]
 
-        kept = [plan.module for plan in matmuls(plans_of(self.run.model))]
-        hooks = [module.register_forward_pre_hook(count, with_kwargs=True) for module in kept]
-        yield rows
-        for hook in hooks:
-            hook.remove()
 
-    def _layers(self, rows: dict[nn.Module, int]) -> list[MatmulLayer]:
-        layers = []
-        for plan in matmuls(plans_of(self.run.model)):
-            if plan.router or plan.module not in rows:
-                continue
-            sizes = tuple(cast(type[Matmul], plan.kind).matrix_sizes(cast(Matmul, plan.module)))
-            bias = any(p.dim() == 1 for p in plan.module.parameters(recurse=False))
-            layers.append(MatmulLayer(plan.name, sizes, rows[plan.module] // len(self._batches), bias))
-        return layers
+def _layer_of(plan: Any, rows: int) -> MatmulLayer:
+    bias = any(p.dim() == 1 for p in plan.module.parameters(recurse=False))
+    return MatmulLayer(plan.name, tuple(plan.kind.matrix_sizes(plan.module)), rows, bias)
 
 
 STUDY_BATCHES = 2  # batches that a study runs again

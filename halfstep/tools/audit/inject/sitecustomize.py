@@ -50,7 +50,7 @@ def watch() -> None:
     """Installs the hooks. A process that cannot be watched ends: it would train without an end."""
     sys.meta_path.append(Halfstep())
     try:
-        from halfstep.torch.instruments.collect.process import begin
+        from halfstep.torch.instruments.collect.watch import begin
     except ImportError as error:
         from halfstep.core.errors import how_to_install
 

@@ -41,9 +41,9 @@ class Patches:
         wrapper.__halfstep_watched__ = True  # type: ignore[attr-defined]
         self.put(owner, name, wrapper if traced else _disable_dynamo(wrapper))
 
-    def wrap_everywhere(self, owners: list[Any], name: str, around: Around, **options: bool) -> None:
+    def wrap_everywhere(self, owners: list[Any], name: str, around: Around) -> None:
         """Replaces a function that several modules have under one name."""
-        self.wrap(owners[0], name, around, **options)
+        self.wrap(owners[0], name, around)
         for owner in owners[1:]:
             self.put(owner, name, getattr(owners[0], name))
 

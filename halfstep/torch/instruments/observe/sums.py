@@ -37,11 +37,11 @@ class Part(NamedTuple):
     format: str  # of the tensor, as a spec
 
 
-def part_of(x: Tensor, format: str, elements: int = ELEMENTS) -> Part:
+def part_of(x: Tensor, format: str) -> Part:
     """Copies a sample of a tensor, and computes the amax of the whole."""
     x = x.detach()
     amax = torch.linalg.vector_norm(x, torch.inf).float() if x.numel() else torch.zeros((), device=x.device)
-    few = evenly_spaced(x, elements)
+    few = evenly_spaced(x, ELEMENTS)
     few = few.reshape(-1, few.shape[-1]) if few.dim() and few.numel() else few.reshape(1, -1)
     return Part(few.to(torch.float32, copy=True), amax, format)
 

@@ -6,7 +6,7 @@ step, the first moment (or the momentum) of the element or its weight decay is n
 such state, if the element has a gradient.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,8 @@ class WeightNumbers:
     def __init__(self, modules: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], slice: int):
         self._size, self._layers = slice, len(modules)
         self._groups = {id(p): (o, group) for o in optimizers for group in o.param_groups for p in group["params"]}
-        self._owners = [(at, p) for at, module in enumerate(modules) for p in _trained(module, self._groups)]
+        own = [(at, p) for at, module in enumerate(modules) for p in module.parameters()]
+        self._owners = [(at, p) for at, p in own if id(p) in self._groups and p.requires_grad]
         self._unread: Unread | None = None
 
     @torch.no_grad()
@@ -44,7 +45,6 @@ class WeightNumbers:
     def after(self, finite: Tensor) -> None:
         """Compares the weights with those before the step, and launches a copy of the numbers to the host."""
         if not self._owners:
-            self._unread = Unread(torch.full((self._layers, 4), torch.nan))
             return
         parts = [stored(p, self._size) for _, p in self._owners]
         weights = self._parts(parts)
@@ -62,7 +62,7 @@ class WeightNumbers:
         self._unread = Unread(torch.cat([sums, finite.to(sums).expand(self._layers, 1)], -1), _columns)
         del self._weights, self._grads
 
-    def _parts(self, parts: Iterator[Tensor] | Sequence[Tensor]) -> Tensor:
+    def _parts(self, parts: Iterable[Tensor]) -> Tensor:
         flat = [p.reshape(-1).float() for p in parts]
         return torch.cat([p.to(flat[0].device, non_blocking=True) for p in flat]) if flat else torch.zeros(0)
 
@@ -73,13 +73,10 @@ class WeightNumbers:
         moment = next((state[key] for key in _MOMENTS if isinstance(state.get(key), Tensor)), None)
         moved = gradient if moment is None else evenly_spaced(local(moment), self._size).reshape(-1).float()
         rate = optimizer.rate_of(group) if isinstance(optimizer, Optimizer) else group.get("lr", 1.0)
-        decays = bool(group.get("weight_decay", 0.0))
         intended = moved != 0
-        if decays:
+        if group.get("weight_decay", 0.0):
             intended = intended | (stored(parameter, self._size).reshape(-1) != 0)
-        if isinstance(rate, Tensor):
-            return intended & (rate != 0)
-        return intended if rate else torch.zeros_like(intended)
+        return intended & (rate != 0)
 
     def read(self) -> NDArray[np.floating[Any]]:
         """Returns (layers, WEIGHT_COLUMNS); waits for the update."""
@@ -88,18 +85,13 @@ class WeightNumbers:
         return self._unread.read()
 
 
-def _trained(module: nn.Module, groups: Mapping[int, Any]) -> list[Tensor]:
-    return [p for p in module.parameters() if id(p) in groups and p.requires_grad]
-
-
-def stored(parameter: Tensor, size: int | None = None) -> Tensor:
-    """Returns `size` of the elements that the optimizer steps, or all of them; of a split master, joined."""
-    values = local(values_of(parameter))
-    cut = values.numel() if size is None else size
-    if is_split(parameter):
-        remainder = parameter.__dict__[SPLIT].remainder
-        return join(evenly_spaced(values, cut).contiguous(), evenly_spaced(remainder, cut).contiguous())
-    return evenly_spaced(values, cut)
+def stored(parameter: Tensor, size: int) -> Tensor:
+    """Returns at most about `size` of the elements that the optimizer steps; of a split master, joined."""
+    values = evenly_spaced(local(values_of(parameter)), size)
+    if not is_split(parameter):
+        return values
+    remainder = parameter.__dict__[SPLIT].remainder
+    return join(values.contiguous(), evenly_spaced(remainder, size).contiguous())
 
 
 def _columns(sums: NDArray[Any]) -> NDArray[np.float64]:

@@ -130,6 +130,7 @@ class Kernels:
         self.buffers: list[fx.Node] = []
         self.several: list[fx.Node] = []  # kernels with several results, which are buffers
         returned = {_root(node) for node in self.output if isinstance(node, fx.Node)}
+        self.narrow = any(map(_is_narrow, self.nodes))
         computing = [node for node in self.nodes if node.op != "output"]
         for node in computing:
             below = max((self.levels[_root(n)] for n in node.all_input_nodes), default=0)
@@ -141,14 +142,11 @@ class Kernels:
         for buffer in self.buffers:
             for read in self.sources[buffer]:
                 last[read] = max(last.get(read, -1), place[buffer])
-        self.kept = returned
         self.ends: dict[int, list[fx.Node]] = {}  # buffers whose last reader is the one at a place
         for node, at in last.items():
             if node not in returned:
                 self.ends.setdefault(at, []).append(node)
         self.unread = {b for b in self.buffers if b not in last and b not in returned}
-
-        self.narrow = any(map(_is_narrow, self.nodes))
 
     def casts(self, buffer: fx.Node) -> bool:
         """Whether a buffer holds fp8 codes, or the amax that scales them."""
@@ -223,13 +221,13 @@ def _play(kernels: Kernels, tracker: Tracker, *inputs: Any) -> Any:
         for node in [*dying, *([buffer] if buffer in kernels.unread else [])]:
             if node in live:
                 tracker.drop(live.pop(node))
-    made = [buffer for buffer in kernels.buffers if buffer.target is not operator.getitem]
-    for node in (*made, *kernels.several):
+    made = [*(buffer for buffer in kernels.buffers if buffer.target is not operator.getitem), *kernels.several]
+    for node in made:
         if _name(node) in FUSED:
             trace.work += works_of_fused(_name(node), _values(node.args), trace.phase)
         elif is_called(node):
             trace.work.append(_work(kernels, node, trace.phase))
-    for group in _fused([node for node in (*made, *kernels.several) if not is_called(node)], kernels):
+    for group in _fused([node for node in made if not is_called(node)], kernels):
         read = frozenset().union(*(_read_by(kernels, node) for node in group)).difference(group)
         moved = sum(map(nbytes_of, read)) + sum(map(nbytes_of, group))
         moved = int(CASTS * moved) if any(map(kernels.casts, group)) else moved
@@ -298,18 +296,18 @@ def _freed_with(tracker: Tracker, node: fx.Node, given: Any) -> int | None:
 
 
 def _work(kernels: Kernels, buffer: fx.Node, phase: str) -> Work:
-    reads = sum(nbytes_of(node) for node in kernels.sources.get(buffer, kernels.reads[buffer]))
     function: Any = buffer.args[0] if buffer.target is auto_functionalized_v2 else buffer.target
-    if is_called(buffer) and hasattr(function, "_schema"):
-        name = str(function._schema.name).partition("::")[2]
-        args, kwargs = _values((buffer.args, buffer.kwargs))
-        values = [n.meta["val"] for n in buffer.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
-        out = buffer.meta["val"]
-        made = [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, Tensor)]
-        if function is not buffer.target:
-            made = made[: _results_of(buffer)]
-        return work_of(function, name, values, made, args, kwargs, out, phase)
-    return Work("bytes", "", (), 0, reads + nbytes_of(buffer), phase)
+    if not hasattr(function, "_schema"):
+        moved = nbytes_of(buffer) + sum(map(nbytes_of, _read_by(kernels, buffer)))
+        return Work("bytes", "", (), 0, moved, phase)
+    name = str(function._schema.name).partition("::")[2]
+    args, kwargs = _values((buffer.args, buffer.kwargs))
+    values = [n.meta["val"] for n in buffer.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+    out = buffer.meta["val"]
+    made = [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, Tensor)]
+    if function is not buffer.target:
+        made = made[: _results_of(buffer)]
+    return work_of(function, name, values, made, args, kwargs, out, phase)
 
 
 def _values(args: Any) -> Any:

@@ -7,7 +7,7 @@ and what a device supports is what the hardware of a machine file does.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,69 +17,46 @@ from torch.library import Library
 
 from halfstep.core.devices import Device
 from halfstep.core.errors import PolicyError, UnsupportedRoleError
+from halfstep.torch.instruments.collect.patches import Patches
 from halfstep.torch.kernels.launch import INSTEAD
 from halfstep.torch.numerics.dtypes import ROWS_INTO_FP32, STANDS_FOR
 
 _ATEN = torch.ops.aten
-T = TypeVar("T")
 
 
 @contextmanager
 def stand_in(hardware: Device, launched: Callable[..., None], *, compiled: bool = False) -> Iterator[None]:
     """Inside, the meta device is this hardware; `compiled` if graphs are made of what runs there.
 
-    `launched` is called in place of the launch of a kernel of halfstep's own.
+    `launched` is called instead of the launch of a kernel of halfstep's own.
     """
     gpu = hardware.kind in ("nvidia", "amd")
     with ExitStack() as stack:
-        for context in (
-            _entry_of_meta(STANDS_FOR, hardware),
-            _entry_of_meta(ROWS_INTO_FP32, True),
-            _entry_of_meta(INSTEAD, launched),
-        ):
-            stack.enter_context(context)
+        tables: list[tuple[dict[str, Any], Any]]
+        tables = [(STANDS_FOR, hardware), (ROWS_INTO_FP32, True), (INSTEAD, launched)]
+        for table, value in tables:
+            table["meta"] = value
+            stack.callback(table.pop, "meta")
+        patches = Patches()
+        stack.callback(patches.undo)
         # Of torch itself: what code asks a tensor about its device.
-        stack.enter_context(_attribute(Tensor, "is_cuda", property(lambda t: gpu and t.device.type == "meta")))
-        stack.enter_context(_attribute(Tensor, "is_meta", property(lambda t: False)))
-        stack.enter_context(_attribute(Tensor, "pin_memory", lambda t, *_: t))
+        patches.put(Tensor, "is_cuda", property(lambda t: gpu and t.device.type == "meta"))
+        patches.put(Tensor, "is_meta", property(lambda t: False))
+        patches.put(Tensor, "pin_memory", lambda t, *_: t)
         library = Library("aten", "IMPL")
         library.impl("scaled_dot_product_attention", _attention, "AutogradMeta", allow_override=True)
         if compiled:
             library.impl("nll_loss_nd", _negative_log_likelihood, "AutogradMeta", allow_override=True)
             library.impl("where.ScalarOther", lambda c, x, y: torch.where(c, x, _as_tensor(y, x)), "AutogradMeta")
             library.impl("where.ScalarSelf", lambda c, x, y: torch.where(c, _as_tensor(x, y), y), "AutogradMeta")
-            for name, value in {"is_cuda": gpu, "is_meta": False}.items():
-                stack.enter_context(_attribute(TensorVariable, f"method_attr_{name}", _constant_method(value)))
+            patches.put(TensorVariable, "method_attr_is_cuda", lambda *_: ConstantVariable.create(gpu))
+            patches.put(TensorVariable, "method_attr_is_meta", lambda *_: ConstantVariable.create(False))
         stack.callback(library._destroy)
         try:
             yield
         except PolicyError as error:
             named = error.message.replace(" on meta", f" on {hardware.name}")
             raise UnsupportedRoleError(named, hint=error.hint) from None
-
-
-@contextmanager
-def _entry_of_meta(table: dict[str, T], value: T) -> Iterator[None]:
-    """Inside, a table of devices has an entry for meta."""
-    table["meta"] = value
-    try:
-        yield
-    finally:
-        del table["meta"]
-
-
-@contextmanager
-def _attribute(cls: type, name: str, value: Any) -> Iterator[None]:
-    """Inside, a class of torch has this attribute, which hides an inherited one."""
-    before = vars(cls).get(name)
-    setattr(cls, name, value)
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(cls, name)
-        else:
-            setattr(cls, name, before)
 
 
 def _attention(
@@ -116,10 +93,6 @@ def _negative_log_likelihood(
 def _as_tensor(value: Any, beside: Tensor) -> Tensor:
     """A number as a tensor on the meta device: autograd finds no gradient beside one on the CPU."""
     return torch.full((), value, dtype=beside.dtype, device=beside.device)
-
-
-def _constant_method(value: bool) -> Any:
-    return lambda variable, tx: ConstantVariable.create(value)
 
 
 def _as_bias(mask: Tensor, q: Tensor) -> Tensor:

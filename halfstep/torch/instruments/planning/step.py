@@ -59,16 +59,20 @@ class Traced:
     tokens: int  # of a micro-batch
     vocabulary: int
 
+    @cached_property
+    def shapes(self) -> set[tuple[int, ...]]:
+        """The shapes of parameters, by which their casts and gradients are recognized."""
+        return {parameter.shape for parameter in self.parameters}
+
     def role(self, key: int, allocation: Allocation) -> str:
         """Returns what an allocation is for."""
-        shapes = {parameter.shape for parameter in self.parameters}
         if key in self.roles:
             return self.roles[key]
         if allocation.phase == "setup":
             return "buffers"
-        if allocation.phase == "forward" and allocation.shape in shapes:
+        if allocation.phase == "forward" and allocation.shape in self.shapes:
             return "weights"  # their casts
-        if allocation.phase != "forward" and allocation.shape in shapes:
+        if allocation.phase != "forward" and allocation.shape in self.shapes:
             return "gradients"
         if key in self.logits:
             return "logits"
@@ -81,14 +85,13 @@ class Traced:
         Where a layer takes something as wide, as the MLP of `golf` does, logits are made after the last activation
         of the model's width in a forward pass, and their gradients before the first in a backward pass.
         """
-        shapes = {parameter.shape for parameter in self.parameters}
         passes = [
             (key, a.phase, a.shape[-1:])
             for key, a in self.ledger.allocations.items()
-            if a.phase in ("forward", "backward") and a.shape not in shapes
+            if a.phase in ("forward", "backward") and a.shape not in self.shapes
         ]
         wide = {key for key, _, last in passes if self.vocabulary and last == (self.vocabulary,)}
-        matrices = [shape for shape in shapes if len(shape) == 2]
+        matrices = [shape for shape in self.shapes if len(shape) == 2]
         widths = [shape[1:] for shape in matrices if shape[0] == self.vocabulary]
         if not widths or all(shape[1] != self.vocabulary for shape in matrices):
             return wide
@@ -100,11 +103,10 @@ class Traced:
 
     def with_batch(self, batch: int) -> Ledger:
         """Returns the ledger of micro-batches of another size, to which activations are proportional."""
-        shapes = {parameter.shape for parameter in self.parameters}
         factor = batch / self.batch
         scaled = {
             key: a._replace(nbytes=rounded(int(a.nbytes * factor)))
-            if a.phase in ("forward", "backward") and a.shape not in shapes and a.nbytes > 512 * self.batch
+            if a.phase in ("forward", "backward") and a.shape not in self.shapes and a.nbytes > 512 * self.batch
             and key not in self.roles
             else a
             for key, a in self.ledger.allocations.items()
