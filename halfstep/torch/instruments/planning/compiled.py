@@ -33,16 +33,7 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
-from halfstep.torch.instruments.planning.tracker import (
-    ATTENTION_BACKWARD,
-    FUSED,
-    Tracker,
-    Work,
-    memory_of_fused,
-    rounded,
-    work_of,
-    works_of_fused,
-)
+from halfstep.torch.instruments.planning.tracker import Tracker, Work, memory_inside, rounded, works_of
 
 # inductor's realize_reads_threshold, realize_acc_reads_threshold and realize_opcount_threshold
 READS, ALL_READS, OPERATIONS = 4, 8, 30
@@ -121,7 +112,6 @@ class Kernels:
         self.nodes = list(module.graph.nodes)
         self.inputs = [node for node in self.nodes if node.op == "placeholder"]
         self.output = list(next(node for node in self.nodes if node.op == "output").args[0])
-        self.roots: dict[fx.Node, fx.Node] = {}
         self.levels: dict[fx.Node, int] = {}
         self.reads: dict[fx.Node, frozenset[fx.Node]] = {}  # buffers that a node reads, itself if it is one
         self.operations: dict[fx.Node, int] = {}  # to compute a node where it is read: 1 to load a buffer
@@ -137,11 +127,7 @@ class Kernels:
             self.levels[node] = below + (is_called(node) or is_barrier(node))
         for node in computing:
             self._place(node, node in returned)
-        last: dict[fx.Node, int] = {}
-        place = {node: i for i, node in enumerate(self.buffers)}
-        for buffer in self.buffers:
-            for read in self.sources[buffer]:
-                last[read] = max(last.get(read, -1), place[buffer])
+        last = {read: place for place, buffer in enumerate(self.buffers) for read in self.sources[buffer]}
         self.ends: dict[int, list[fx.Node]] = {}  # buffers whose last reader is the one at a place
         for node, at in last.items():
             if node not in returned:
@@ -178,12 +164,9 @@ class Kernels:
             del self.operations[node]
         else:
             self.reads[node] = sources
-            if self._is_long(node, sources):
+            if len(sources) > ALL_READS or self.operations[node] > OPERATIONS:
                 self.cuts[node] |= {rounded(nbytes_of(node))}
                 del self.operations[node]
-
-    def _is_long(self, node: fx.Node, sources: frozenset[fx.Node]) -> bool:
-        return len(sources) > ALL_READS or self.operations[node] > OPERATIONS
 
     def _is_realized(self, node: fx.Node, sources: frozenset[fx.Node]) -> bool:
         users = _users(node)
@@ -214,19 +197,14 @@ def _play(kernels: Kernels, tracker: Tracker, *inputs: Any) -> Any:
             for node in same[:1]:
                 tracker.drop(live.pop(node))
         live[buffer] = ledger.allocate(size, trace.phase, _shape(buffer))
-        if _name(maker) in ATTENTION_BACKWARD and buffer.args[1] == 0:  # type: ignore[arg-type]
-            ledger.use_briefly(4 * buffer.meta["val"].numel(), trace.phase)
-        if _name(maker) in FUSED and buffer.args[1] == 0:
-            ledger.use_briefly(memory_of_fused(_name(maker), _values(maker.args)), trace.phase)
+        if buffer is maker or buffer.args[1] == 0:  # the first of its results
+            ledger.use_briefly(memory_inside(_name(maker), _values(maker.args)), trace.phase)
         for node in [*dying, *([buffer] if buffer in kernels.unread else [])]:
             if node in live:
                 tracker.drop(live.pop(node))
     made = [*(buffer for buffer in kernels.buffers if buffer.target is not operator.getitem), *kernels.several]
-    for node in made:
-        if _name(node) in FUSED:
-            trace.work += works_of_fused(_name(node), _values(node.args), trace.phase)
-        elif is_called(node):
-            trace.work.append(_work(kernels, node, trace.phase))
+    for node in filter(is_called, made):
+        trace.work += _works(kernels, node, trace.phase)
     for group in _fused([node for node in made if not is_called(node)], kernels):
         read = frozenset().union(*(_read_by(kernels, node) for node in group)).difference(group)
         moved = sum(map(nbytes_of, read)) + sum(map(nbytes_of, group))
@@ -295,11 +273,11 @@ def _freed_with(tracker: Tracker, node: fx.Node, given: Any) -> int | None:
     return key if key is not None and tracker.trace.ledger.allocations[key].phase == "forward" else None
 
 
-def _work(kernels: Kernels, buffer: fx.Node, phase: str) -> Work:
+def _works(kernels: Kernels, buffer: fx.Node, phase: str) -> list[Work]:
     function: Any = buffer.args[0] if buffer.target is auto_functionalized_v2 else buffer.target
     if not hasattr(function, "_schema"):
         moved = nbytes_of(buffer) + sum(map(nbytes_of, _read_by(kernels, buffer)))
-        return Work("bytes", "", (), 0, moved, phase)
+        return [Work("bytes", "", (), 0, moved, phase)]
     name = str(function._schema.name).partition("::")[2]
     args, kwargs = _values((buffer.args, buffer.kwargs))
     values = [n.meta["val"] for n in buffer.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
@@ -307,7 +285,7 @@ def _work(kernels: Kernels, buffer: fx.Node, phase: str) -> Work:
     made = [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, Tensor)]
     if function is not buffer.target:
         made = made[: _results_of(buffer)]
-    return work_of(function, name, values, made, args, kwargs, out, phase)
+    return works_of(function, name, values, made, args, kwargs, out, phase)
 
 
 def _values(args: Any) -> Any:

@@ -64,7 +64,8 @@ class Ledger:
 
     def use_briefly(self, nbytes: int, phase: str) -> None:
         """Notes memory that a kernel needs only while it runs."""
-        self.free(self.allocate(nbytes, phase))
+        if nbytes:
+            self.free(self.allocate(nbytes, phase))
 
     def at_peak(self) -> list[int]:
         """Returns the keys of what is alive when the most bytes are."""
@@ -240,13 +241,8 @@ class Tracker(TorchDispatchMode):
         view = bool(made) and all(self.follow(t) is False for t in made)
         if not made or (view and not function._schema.is_mutable) or name in _FREE:
             return
-        if name in FUSED:
-            self.trace.work += works_of_fused(name, args, self.trace.phase)
-            self.trace.ledger.use_briefly(memory_of_fused(name, args), self.trace.phase)
-            return
-        self.trace.work.append(work_of(function, name, given, made, args, kwargs, out, self.trace.phase))
-        if name in ATTENTION_BACKWARD:
-            self.trace.ledger.use_briefly(4 * given[1].numel(), self.trace.phase)
+        self.trace.work += works_of(function, name, given, made, args, kwargs, out, self.trace.phase)
+        self.trace.ledger.use_briefly(memory_inside(name, args), self.trace.phase)
 
     def launch(self, kernel: Any, key: Any, beside: Tensor, programs: int, *args: Any, **options: Any) -> None:
         """Notes a kernel of halfstep's own. Those of updates are counted by their parameters."""
@@ -281,7 +277,7 @@ class Tracker(TorchDispatchMode):
         self.drop(key)
 
 
-def works_of_fused(name: str, args: Any, phase: str) -> list[Work]:
+def _works_of_fused(name: str, args: Any, phase: str) -> list[Work]:
     """Describes what an operation of `FUSED` does: matmuls, and passes over the logits or their codes."""
     rows, w = args[1:3] if name == GRADIENTS else args[:2]
     (tokens, width), vocabulary, dtype = rows.shape, w.shape[0], FUSED[name] or _format(rows.dtype)
@@ -298,8 +294,12 @@ def works_of_fused(name: str, args: Any, phase: str) -> list[Work]:
     ]
 
 
-def memory_of_fused(name: str, args: Any) -> int:
-    """Returns the bytes that such an operation holds inside: logits of a chunk, and codes that do not fit in."""
+def memory_inside(name: str, args: Any) -> int:
+    """Returns the bytes that an operation holds while it runs: of `FUSED`, logits of a chunk, and codes."""
+    if name in ATTENTION_BACKWARD:
+        return 4 * int(args[1].numel())
+    if name not in FUSED:
+        return 0
     rows, w = args[1:3] if name == GRADIENTS else args[:2]
     tokens = rows.shape[0] if name == GRADIENTS else -(-rows.shape[0] // args[4])
     numbers = tokens * w.shape[0]
@@ -312,18 +312,18 @@ def memory_of_fused(name: str, args: Any) -> int:
     return logits + w.numel() + tokens * rows.shape[1] + (min(numbers, CODES) if tokens > w.shape[0] else 0)
 
 
-def work_of(
+def works_of(
     function: Any, name: str, given: list[Tensor], made: list[Tensor], args: Any, kwargs: Any, out: Any, phase: str
-) -> Work:
-    """Describes an operation."""
+) -> list[Work]:
+    """Describes an operation, which may stand for several kernels."""
+    if name in FUSED:
+        return _works_of_fused(name, args, phase)
     nbytes = sum(t.numel() * t.element_size() for t in {id(t): t for t in (*given, *made)}.values())
     count = flop_registry.get(function._overloadpacket)
     if count is None and nbytes < LARGE:
-        return Work("bytes", "", (), 0, nbytes, phase)
+        return [Work("bytes", "", (), 0, nbytes, phase)]
     if count is None:
-        return _large(function, name, [*given, *made], args, kwargs, nbytes, phase)
-    matrices = [t for t in given if t.ndim >= 2]
-    dtype = _format(matrices[-1].dtype)
+        return [_large(function, name, [*given, *made], args, kwargs, nbytes, phase)]
     if "attention" in name:
         # Kernels skip what a causal mask hides; as if it did not, in config/model.py and torch's counter, which
         # in torch 2.11 takes no grouped heads. The backward pass multiplies five times, the scores anew.
@@ -331,13 +331,14 @@ def work_of(
         queries, keys = args[first], args[first + 1]
         dtype = _format(queries.dtype)  # others, such as sums of rows, are fp32
         flops = products * 2 * queries.numel() * keys.shape[-2]
-        return Work("attention", dtype, (*queries.shape, ATTENTION[backward]), flops, nbytes, phase)
+        return [Work("attention", dtype, (*queries.shape, ATTENTION[backward]), flops, nbytes, phase)]
+    matrices = [t for t in given if t.ndim >= 2]
     flops = int(count(*args, **kwargs, out_val=out))
     a, b = [t for t in matrices if "scaled" not in name or t.element_size() == 1 or t is matrices[0]][-2:]
     lead = a.shape[0] if a.ndim == 3 else 1
-    return Work(
-        "matmul", dtype_of_product(a), (lead * a.shape[-2], a.shape[-1], b.shape[-1]), flops, nbytes, phase
-    )
+    shape = (lead * a.shape[-2], a.shape[-1], b.shape[-1])
+    # The two formats of fp8 are equally fast.
+    return [Work("matmul", "e4m3" if a.element_size() == 1 else _format(a.dtype), shape, flops, nbytes, phase)]
 
 
 def _large(
@@ -353,11 +354,6 @@ def _large(
 
 LARGE = 2**20  # bytes; smaller operations are not timed one by one
 ATTENTION = {"forward": 1, "backward": 2}  # the last number of a shape of attention
-
-
-def dtype_of_product(operand: Tensor) -> str:
-    """Returns the format that a matmul multiplies; the two of fp8 are equally fast."""
-    return "e4m3" if operand.element_size() == 1 else _format(operand.dtype)
 
 
 def _format(dtype: torch.dtype) -> str:
