@@ -1,4 +1,4 @@
-"""Hazards that are planted in a model of eight layers are found by rule and layer; the model itself is silent."""
+"""Hazards that are planted in a model of eight layers are found by rule and layer, and nothing else is."""
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ class Model(nn.Module):
 
 def plant(what, model):
     """Plants a hazard, and returns the parameters that have their own group, and its learning rate."""
-    block = model.blocks[int(PLANTED[what].layer.split(".")[1])] if what else None
+    block = model.blocks[int(PLANTED[what].layer.split(".")[1])]
     if what == "overflow":
         block.up.bias.data[0] = 1e5
     elif what == "underflow":
@@ -99,7 +99,7 @@ def plant(what, model):
     return [], 1e-3
 
 
-def train(what="", compute="bf16", steps=4):
+def train(what, compute):
     torch.manual_seed(0)
     model = Model()
     apart, rate = plant(what, model)
@@ -107,9 +107,7 @@ def train(what="", compute="bf16", steps=4):
     groups = [{"params": rest}, *([{"params": apart, "lr": rate}] if apart else [])]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1)
     scaler = torch.amp.GradScaler("cpu", enabled=compute == "fp16", init_scale=2.0**12)
-    tokens = torch.randint(11, (steps, 2, 5))
-    losses = []
-    for batch in tokens:
+    for batch in torch.randint(11, (4, 2, 5)):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16 if compute == "bf16" else torch.float16):
             logits = model(batch[:, :-1])
@@ -117,14 +115,6 @@ def train(what="", compute="bf16", steps=4):
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        losses.append(loss.detach())
-    return [float(loss) for loss in losses]
-
-
-def audited(*args, **settings):
-    with Watch(share=1.0) as watch:
-        losses = train(*args, **settings)
-    return watch.record(), losses
 
 
 # Those that other tests see in smaller models too.
@@ -136,17 +126,12 @@ REST = ("no master", "adapter", "decay", "router")
 )
 def test_a_planted_hazard_is_named_by_rule_and_layer(what):
     planted = PLANTED[what]
-    found = check(audited(what, planted.compute)[0])
+    with Watch(share=1.0) as watch:
+        train(what, planted.compute)
+    found = check(watch.record())
     named = {f.rule for f in found if all(name.startswith(planted.layer) for name in f.where)}
     assert planted.rule in named
     layer = planted.layer.split(".")[1]
     others = {(f.rule, *f.where) for f in found if f.rule not in (planted.rule, *planted.also)}
     assert not others
     assert all(name.startswith(f"blocks.{layer}") for f in found for name in f.where)
-
-
-@pytest.mark.parametrize("compute", ["bf16", pytest.param("fp16", marks=pytest.mark.prove)])
-def test_the_model_without_any_is_silent_and_its_losses_keep_their_bits(compute):
-    record, losses = audited(compute=compute)
-    assert check(record) == []
-    assert losses == train(compute=compute)

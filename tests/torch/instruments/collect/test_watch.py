@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from halfstep.torch.instruments.collect.watch import Watch
@@ -44,14 +46,16 @@ KINDS = ["fp32", "bf16", "autocast", "scaled", "fused", pytest.param("compiled",
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_keep_their_bits_and_torch_its_functions(kind):
-    patched = (torch.Tensor, torch.optim.Optimizer, torch.amp.GradScaler, torch.nn.utils.clip_grad)
-    before = [dict(vars(each)) for each in patched]
+    patched = (torch.Tensor, torch.optim.Optimizer, torch.amp.GradScaler, torch.nn.utils.clip_grad, F)
+    before = [dict(vars(each)) for each in patched], torch.compile, torch.autograd.backward
     plain = losses_of(kind)
     with Watch() as watch:
         watched = losses_of(kind)
     assert watched == plain == losses_of(kind)
-    assert [dict(vars(each)) for each in patched] == before
-    assert not _global_optimizer_pre_hooks
+    assert ([dict(vars(each)) for each in patched], torch.compile, torch.autograd.backward) == before
+    hooks = [_global_optimizer_pre_hooks, _global_forward_hooks, _global_forward_pre_hooks]
+    assert not any(hooks)
+    assert torch._C._len_torch_function_stack() == 0
     record = watch.record()
     assert record.updates == 4
     assert record.losses == plain

@@ -64,6 +64,12 @@ def make(policy="bf16-mixed", again=False, monitor=None, lr=1e-2):
     return run, None if monitor is None else run.monitor(**monitor)
 
 
+def watched_by_hand(model, policy="bf16-mixed", **monitor):
+    run = prepare(model, policy)
+    run.attach(torch.optim.SGD(model.parameters(), 1e-3))
+    return run, run.monitor(**monitor)
+
+
 def loss_of(called):
     def loss(batch):
         logits = called(batch[:, :-1])
@@ -122,10 +128,8 @@ def test_counts_are_those_of_the_reference():
 
 
 def test_overflow_and_underflow_are_counted_in_the_format_of_the_layer():
-    layer = nn.Linear(4, 4, bias=False)
-    run = prepare(nn.Sequential(nn.Linear(4, 4), layer), "fp16-mixed")
-    run.attach(torch.optim.SGD(run.model.parameters(), 1e-3))
-    monitor = run.monitor(slice=64)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    run, monitor = watched_by_hand(model, "fp16-mixed", slice=64)
     x = torch.tensor([[1e5, 1e-9, 1e-6, float("nan")]])
     run.backward(run.model[0](x).sum().float())
     first = monitor.layer_numbers().read()[0, 0]
@@ -134,9 +138,8 @@ def test_overflow_and_underflow_are_counted_in_the_format_of_the_layer():
 
 
 def test_narrow_operands_are_scaled_first():
-    run = prepare(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), "bf16-mixed; 1: compute=e4m3")
-    run.attach(torch.optim.SGD(run.model.parameters(), 1e-3))
-    monitor = run.monitor(slice=64)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    run, monitor = watched_by_hand(model, "bf16-mixed; 1: compute=e4m3", slice=64)
     assert monitor.layers[1].formats["activation"] == "e4m3"
     x = torch.full((1, 16), 1e4)
     x[0, 0] = 1e-3  # 2^-23.3 of the largest; e4m3 has 2^-18
@@ -234,9 +237,7 @@ def test_compiled_kernels_change_no_bit():
 def test_a_layer_that_is_used_twice_counts_twice():
     layer = nn.Linear(4, 4)
     layer.weight.data.fill_(0.01)
-    run = prepare(nn.Sequential(layer, layer), "bf16-mixed")
-    run.attach(torch.optim.SGD(run.model.parameters(), 1e-3))
-    monitor = run.monitor()
+    run, monitor = watched_by_hand(nn.Sequential(layer, layer))
     x = torch.full((3, 4), 8.0)
     run.backward(run.model(x).sum())
     numbers = monitor.layer_numbers().read()
@@ -248,9 +249,8 @@ def test_a_layer_that_is_used_twice_counts_twice():
 def test_a_layer_that_compiled_code_uses_twice_is_found_out_and_counted():
     torch._dynamo.reset()
     layer = nn.Linear(4, 4)
-    run = prepare(nn.Sequential(layer, layer, nn.Linear(4, 4)), "bf16-mixed")
-    run.attach(torch.optim.SGD(run.model.parameters(), 1e-3))
-    monitor, called = run.monitor(), torch.compile(run.model, backend="aot_eager")
+    run, monitor = watched_by_hand(nn.Sequential(layer, layer, nn.Linear(4, 4)))
+    called = torch.compile(run.model, backend="aot_eager")
     found = []
     for _ in range(2):
         run.backward(called(torch.full((3, 4), 8.0)).sum())

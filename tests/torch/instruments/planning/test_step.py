@@ -20,9 +20,10 @@ from halfstep.torch.instruments.planning.timing import time_work
 from halfstep.torch.instruments.planning.tracker import ROUND, Trace, Tracker, rounded
 from halfstep.torch.numerics import cast
 
-H200 = Device("nvidia", "H200", capability=(9, 0))
+H200, A100 = Device("nvidia", "H200", capability=(9, 0)), Device("nvidia", "A100", capability=(8, 0))
 SMALL = ["model.layers=2", "model.width=32", "model.heads=2", "model.context=64", "model.vocabulary=512"]
 SMALL += ["training.batch=4", "training.measure_ceiling=false"]
+WIDE = ["model.vocabulary=4096", "optimizer.name=adamw"]
 
 
 def factory():
@@ -33,6 +34,10 @@ def factory():
         return nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
 
     return model, AdamW(model.parameters(), lr=1e-3), loss, tokens
+
+
+def trace(*settings, policy="bf16-mixed", recipe="tiny", on=H200):
+    return trace_recipe(load(recipe, [*SMALL, *settings]), Policy.parse(policy), on)
 
 
 def peak(traced):
@@ -55,8 +60,8 @@ def test_it_holds_what_a_real_step_holds_on_a_cpu(policy):
 
 @pytest.mark.prove
 def test_the_roles_of_a_recipe_add_up():
-    config = load("tiny", [*SMALL, "training.batch=32", "optimizer.name=adamw"])
-    traced = trace_recipe(config, Policy.parse("bf16-mixed,param=fp32:split"), H200)
+    settings = ["training.batch=32", "optimizer.name=adamw"]
+    traced, config = trace(*settings, policy="bf16-mixed,param=fp32:split"), load("tiny", [*SMALL, *settings])
     found, numbers = traced.ledger.by_role(traced.role), config.model.num_parameters
     sizes = [math.prod(parameter.shape) for parameter in traced.parameters]
     assert found["moments"] == sum(2 * rounded(4 * size) + ROUND for size in sizes)  # and a count of steps each
@@ -71,18 +76,15 @@ def test_the_roles_of_a_recipe_add_up():
 @pytest.mark.parametrize("policy", ["fp32", "bf16-mixed"])
 def test_logits_are_not_what_an_mlp_holds_if_both_are_as_wide(policy):
     """A vocabulary as wide as the MLP, as `golf` has it: more layers hold more, and no more logits."""
-    same = [*SMALL, "model.vocabulary=128", "optimizer.name=adamw"]
-    two, four = (
-        trace_recipe(load("tiny", [*same, f"model.layers={n}"]), Policy.parse(policy), H200) for n in (2, 4)
-    )
+    same = ["model.vocabulary=128", "optimizer.name=adamw"]
+    two, four = (trace(*same, f"model.layers={n}", policy=policy) for n in (2, 4))
     logits = [each.ledger.by_role(each.role)["logits"] for each in (two, four)]
     assert logits[0] == logits[1] > 0
 
 
 @pytest.mark.prove
 def test_activations_grow_with_the_batch_and_nothing_else_does():
-    four, eight = (trace_recipe(load("tiny", [*SMALL, f"training.batch={n}"]), Policy.parse("bf16-mixed"), H200)
-                   for n in (4, 8))  # fmt: skip
+    four, eight = (trace(f"training.batch={n}") for n in (4, 8))
     scaled = four.with_batch(8).by_role(four.role)
     # What is not scaled: the batches, and what may be no activation because it is small.
     at_peak = [four.ledger.allocations[key] for key in four.ledger.at_peak()]
@@ -93,10 +95,7 @@ def test_activations_grow_with_the_batch_and_nothing_else_does():
 @pytest.mark.prove
 @pytest.mark.parametrize("policy", ["bf16-mixed", "fp16-mixed", "fp32"])
 def test_compiled_code_holds_less(policy):
-    eager, compiled = (
-        trace_recipe(load("tiny", [*SMALL, f"training.compile={flag}"]), Policy.parse(policy), H200)
-        for flag in ("false", "true")
-    )
+    eager, compiled = (trace(f"training.compile={flag}", policy=policy) for flag in ("false", "true"))
     roles = [each.ledger.by_role(each.role) for each in (eager, compiled)]
     assert 0 < roles[1]["activations"] < roles[0]["activations"]
     assert sum(w.flops for w in compiled.work) == sum(w.flops for w in eager.work)
@@ -106,9 +105,8 @@ def test_compiled_code_holds_less(policy):
 @pytest.mark.parametrize("memory", ["fast", "lean"])
 def test_a_gelu_in_the_matmuls_keeps_no_more_and_multiplies_the_same(memory):
     """On a GPU that is older than Hopper, compiled code computes it apart."""
-    shape = [*SMALL, "training.compile=true", f"training.memory={memory}"]
-    older = Device("nvidia", "A100", capability=(8, 0))
-    fused, apart = (trace_recipe(load("gpt2", shape), Policy.parse("bf16-mixed"), on) for on in (H200, older))
+    shape = ["training.compile=true", f"training.memory={memory}"]
+    fused, apart = (trace(*shape, recipe="gpt2", on=device) for device in (H200, A100))
     roles = [each.ledger.by_role(each.role) for each in (fused, apart)]
     assert roles[0]["activations"] <= roles[1]["activations"]
     products = [sorted(w.shape for w in each.work if w.kind == "matmul") for each in (fused, apart)]
@@ -119,8 +117,7 @@ def test_a_gelu_in_the_matmuls_keeps_no_more_and_multiplies_the_same(memory):
 
 @pytest.mark.prove
 def test_compiled_code_writes_the_gradient_of_the_logits_over_them():
-    shape = [*SMALL, "model.vocabulary=4096", "optimizer.name=adamw", "training.compile=true"]
-    traced = trace_recipe(load("tiny", shape), Policy.parse("bf16-mixed"), H200)
+    traced = trace(*WIDE, "training.compile=true")
     logits = rounded(4 * 64 * 4096 * 2)
     assert traced.ledger.by_role(traced.role)["logits"] == logits
     loss = [w for w in traced.work if w.format.startswith("cross_entropy_ ")]
@@ -130,11 +127,8 @@ def test_compiled_code_writes_the_gradient_of_the_logits_over_them():
 
 @pytest.mark.parametrize("compiled", ["false", pytest.param("true", marks=pytest.mark.prove)])
 def test_a_loss_in_chunks_does_the_same_work_with_fewer_logits(compiled):
-    shape = [*SMALL, "model.vocabulary=4096", "optimizer.name=adamw", f"training.compile={compiled}"]
-    fast, lean = (
-        trace_recipe(load("tiny", [*shape, f"training.memory={memory}"]), Policy.parse("bf16-mixed"), H200)
-        for memory in ("fast", "lean")
-    )
+    shape = [*WIDE, f"training.compile={compiled}"]
+    fast, lean = (trace(*shape, f"training.memory={memory}") for memory in ("fast", "lean"))
     assert sum(w.flops for w in lean.work) == sum(w.flops for w in fast.work)
     logits, chunk = 4 * 64 * 4096 * 2, 64 * 4096 * 2
     assert peak(fast) - peak(lean) >= logits - chunk - 4 * 4096 * 32 * 2  # its fp32 gradient is held meanwhile
@@ -147,11 +141,8 @@ def test_a_narrow_head_holds_no_more_than_one_in_bf16(compiled, monkeypatch):
     """Codes in both layouts of the logits' gradient, or fp32 copies of it, would be more than the layers save."""
     monkeypatch.setattr(fp8, "CODES", 4 * 64 * 4096 // 8)
     monkeypatch.setattr(cast, "AT_ONCE", 2**14)
-    shape = [*SMALL, "model.vocabulary=4096", "optimizer.name=adamw", f"training.compile={compiled}"]
-    config = load("tiny", [*shape, "model.mlp=gelu"])  # of which layers in bf16 keep more
-    wide, narrow = (
-        trace_recipe(config, Policy.parse(text), H200) for text in ("bf16-mixed", "fp8-mixed,compute=e4m3")
-    )
+    shape = [*WIDE, f"training.compile={compiled}", "model.mlp=gelu"]  # of which layers in bf16 keep more
+    wide, narrow = (trace(*shape, policy=policy) for policy in ("bf16-mixed", "fp8-mixed,compute=e4m3"))
     if compiled == "false":
         logits = [traced.ledger.by_role(traced.role)["logits"] for traced in (wide, narrow)]
         assert logits[1] <= logits[0]
@@ -170,7 +161,7 @@ def test_a_factory_that_names_a_device_is_refused():
 
 def test_a_format_the_gpu_lacks_is_refused():
     with pytest.raises(Exception, match=r"cannot run on A100: compute capability 8\.0; e4m3 needs 8\.9"):
-        trace_recipe(load("tiny", SMALL), Policy.parse("fp8-mixed"), Device("nvidia", "A100", capability=(8, 0)))
+        trace(policy="fp8-mixed", on=A100)
 
 
 def test_the_meta_device_is_itself_again_afterwards():
@@ -235,6 +226,14 @@ def test_large_operations_are_timed_again_on_tensors_that_look_like_theirs():
     assert taken["gelu float32"].work == 2 * 256 * 1024 * 4
 
 
+def trace_compiled(function, *shapes):
+    trace = Trace()
+    with Tracker(trace, "meta") as tracker:
+        compiled = torch.compile(function, backend=backend(tracker), dynamic=False)
+        compiled(*(torch.empty(shape, device="meta") for shape in shapes))
+    return trace
+
+
 @pytest.mark.parametrize(("times", "tensors"), [(4, 1), (9, 2)])
 def test_a_kernel_that_inductor_cuts_does_not_write_over_what_it_read(times, tensors):
     def product_of_a_product(x, weight):
@@ -243,35 +242,26 @@ def test_a_kernel_that_inductor_cuts_does_not_write_over_what_it_read(times, ten
             changed = changed * 1.5 + 0.5
         return (changed * made) @ weight.t()
 
-    trace = Trace()
-    with Tracker(trace, "meta") as tracker:
-        x, weight = torch.empty(256, 64, device="meta"), torch.empty(64, 4096, device="meta")
-        torch.compile(product_of_a_product, backend=backend(tracker), dynamic=False)(x, weight)
-    wide = 256 * 4096 * 4
-    assert sum(trace.ledger.allocations[key].nbytes == wide for key in trace.ledger.at_peak()) == tensors
+    ledger = trace_compiled(product_of_a_product, (256, 64), (64, 4096)).ledger
+    assert sum(ledger.allocations[key].nbytes == 256 * 4096 * 4 for key in ledger.at_peak()) == tensors
 
 
 def test_compiled_code_reads_once_what_two_sums_of_the_same_numbers_need():
     def gradients(x, y):
         return (x * y).sum(0), (x + y).sum(0), x.relu().sum(1)
 
-    trace = Trace()
-    with Tracker(trace, "meta") as tracker:
-        x, y = (torch.empty(64, 128, device="meta") for _ in range(2))
-        torch.compile(gradients, backend=backend(tracker), dynamic=False)(x, y)
     # The sums over rows are made in one kernel; that over columns loops over the same numbers in another order.
-    moved = sorted(work.nbytes for work in trace.work)
+    moved = sorted(work.nbytes for work in trace_compiled(gradients, (64, 128), (64, 128)).work)
     assert moved == [4 * (64 * 128 + 64), 4 * (2 * 64 * 128 + 2 * 128)]
 
 
 @pytest.mark.prove
 def test_every_layer_of_a_deep_model_moves_the_same_bytes_in_compiled_code():
     """Later layers would move more if they computed the gradients of the stream before them again."""
-    sizes = [*SMALL, "model.kv_heads=2", "model.mlp_width=64", "training.micro_batches=1", "training.compile=true"]
+    sizes = ["model.kv_heads=2", "model.mlp_width=64", "training.micro_batches=1", "training.compile=true"]
     moved = []
     for layers in (2, 4, 6):
-        config = load("golf", [*sizes, f"model.layers={layers}"])
-        work = trace_recipe(config, Policy.parse("bf16-mixed"), H200).work
+        work = trace(*sizes, f"model.layers={layers}", recipe="golf").work
         moved.append(sum(w.nbytes for w in work if w.kind == "bytes" and w.phase == "backward"))
     table = 4 * 3 * 32  # of fp32 weights of the skips, one more with every two layers: its gradients grow with it
     assert abs((moved[2] - moved[1]) - (moved[1] - moved[0])) <= table
