@@ -148,27 +148,21 @@ class Operations:
             return
         self.calls += 1
         self.fp8 += any(t.dtype.itemsize == 1 for t in inputs) and kind == "matmul"
+        name = getattr(function, "__name__", str(function)).strip("_")
         for what, inside in _readings(function, kind, inputs, out, where, mark):
             promoted = mark if what in ("matmul", "attention") else None
-            tally = self._tally(function, what, inside, inputs, out, where, place, promoted)
-            tally.operation.count += 1
-            if values and is_narrow(out.dtype) and out.requires_grad and out.numel() and what != "loss":
-                tally.add(inputs, out)
+            is_promoted = promoted is not None
+            operation = Operation(where.name, what, inside=inside, promoted=is_promoted, function=name)
+            operation.place = promoted or place()
+            self._add(operation, inputs, out, values=values and what != "loss")
 
     def see_module(self, kind: Any, inside: str | None, inputs: list[Tensor], out: Tensor, where: Where) -> None:
         """Adds a module whose functions are hidden: a kernel, or a layer that casts by itself."""
-        tally = self._tally(None, kind, inside, inputs, out, where, places.place, None)
-        tally.operation.count += 1
-        if is_narrow(out.dtype) and out.requires_grad and out.numel():
-            tally.add(inputs, out)
+        self._add(Operation(where.name, kind, inside=inside, place=places.place()), inputs, out)
 
     def see_backward(self, where: Where, inside: str, place: Callable[[], str | None]) -> None:
         """Adds a matmul whose gradients are computed in another format than its result."""
-        key = (where.name, "backward", inside)
-        if key not in self._tallies:
-            operation = Operation(where.name, "matmul", inside=inside, place=place(), backward=True)
-            self._tallies[key] = _Tally(operation)
-        self._tallies[key].operation.count += 1
+        self._count(Operation(where.name, "matmul", inside=inside, place=place(), backward=True))
 
     def operations(self) -> Iterator[Operation]:
         """Yields the operations; arithmetic only if it overflowed."""
@@ -177,26 +171,20 @@ class Operations:
             if operation.kind != "other" or operation.overflow:
                 yield operation
 
-    def _tally(
-        self, function: Any, kind: Any, inside: Any, inputs: Any, out: Any, where: Where, place: Any, promoted: Any
-    ) -> _Tally:
-        name = "" if function is None else getattr(function, "__name__", str(function)).strip("_")
-        key = (where.name, kind, name, inside, promoted)
-        if key not in self._tallies:
-            formats = [format_name(t.dtype) for t in inputs]
-            self._tallies[key] = _Tally(
-                Operation(
-                    where.name,
-                    kind,
-                    formats,
-                    [format_name(out.dtype)],
-                    inside,
-                    place=promoted or place(),
-                    promoted=promoted is not None,
-                    function=name,
-                )
-            )
-        return self._tallies[key]
+    def _add(self, operation: Operation, inputs: list[Tensor], out: Tensor, *, values: bool = True) -> None:
+        operation.inputs, operation.outputs = [format_name(t.dtype) for t in inputs], [format_name(out.dtype)]
+        tally = self._count(operation)
+        if values and is_narrow(out.dtype) and out.requires_grad and out.numel():
+            tally.add(inputs, out)
+
+    def _count(self, operation: Operation) -> _Tally:
+        """Counts a call, and returns the tally of all that are alike; formats and place are those of the first."""
+        promoted_at = operation.place if operation.promoted else None
+        called = (operation.module, operation.kind, operation.function, operation.inside)
+        key = (*called, operation.backward, promoted_at)
+        tally = self._tallies.setdefault(key, _Tally(operation))
+        tally.operation.count += 1
+        return tally
 
     def _mark(self, function: Any, kind: Any, inputs: Any, out: Tensor, place: Any, autocast: bool) -> str | None:
         """Marks a result, and returns what the call means because of marks on its inputs."""
@@ -225,9 +213,8 @@ def _readings(
     result = format_name(out.dtype)
     wide = "fp32" if is_narrow(out.dtype) else result
     if kind == "matmul":
-        fewer = (
-            out.dim() > 0 and out.shape[-1] < inputs[0].shape[-1]
-        )  # experts than channels; the gate of a GLU is wide
+        # Fewer experts than channels; the gate of a GLU is wide.
+        fewer = out.dim() > 0 and out.shape[-1] < inputs[0].shape[-1]
         yield ("router" if where.router and fewer else "matmul"), result
     elif kind in ("attention", "loss"):
         yield kind, result
