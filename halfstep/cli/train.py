@@ -287,7 +287,7 @@ def _prepare(
 def _check_alike(job: "Job", asked: Request, config: RunConfig) -> None:
     """Refuses ranks that were asked for something else, or that run other code."""
     from halfstep import __version__
-    from halfstep.training.job import code_digest
+    from halfstep.core.cache import code_digest
     from halfstep.training.session import backend_version
 
     if asked.resume and asked.recipe is None:
@@ -296,7 +296,7 @@ def _check_alike(job: "Job", asked: Request, config: RunConfig) -> None:
         settings = flatten(to_table(load(asked.recipe or DEFAULT_RECIPE, asked.settings)))
     given = {"--out": str(asked.out), "--resume": asked.resume, **settings}
     job.check_same(given, "start every rank with the same arguments")
-    own = {"halfstep": f"{__version__} ({code_digest()})", config.backend: backend_version(config)}
+    own = {"halfstep": f"{__version__} ({code_digest('')})", config.backend: backend_version(config)}
     job.check_same(own, "install the same versions on every machine")
 
 

@@ -37,9 +37,12 @@ def folder() -> Path | None:
 
 @cache
 def code_digest(backend: str) -> str:
-    """Returns a digest of the code of core and of a backend: other code computes, and takes, something else."""
+    """Returns a digest of the code of core and of a backend: other code computes, and takes, something else.
+
+    Of an empty name it is the digest of all of halfstep.
+    """
     package, digest = Path(__file__).parents[1], hashlib.sha256()
-    for path in sorted([*(package / "core").rglob("*.py"), *(package / backend).rglob("*.py")]):
+    for path in sorted({*(package / "core").rglob("*.py"), *(package / backend).rglob("*.py")}):
         digest.update(f"{path.relative_to(package).as_posix()}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 

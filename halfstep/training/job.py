@@ -22,7 +22,6 @@ process lives. If a rank is at one thing for longer than the time-out, its threa
 The first thread to find out reports, and all processes end: torchrun starts them again if it may.
 """
 
-import hashlib
 import json
 import os
 import secrets
@@ -31,11 +30,9 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import halfstep
 from halfstep.config.run import RunConfig
 from halfstep.core.errors import HalfstepError, RankError, RunFolderError, SettingConflictError, as_message
 from halfstep.training.files import os_errors
@@ -234,15 +231,6 @@ def open_job() -> Job:
         )
     host: Host = backend_module("torch", "parallel.job").Host()
     return Job(host)
-
-
-@cache
-def code_digest() -> str:
-    """Returns the SHA-256 of halfstep's own source files."""
-    root, digest = Path(halfstep.__file__).parent, hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def _poll(ask: Any, seconds: float) -> Any:
