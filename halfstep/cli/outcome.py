@@ -7,6 +7,7 @@
 Messages that could not be printed do not change the code.
 """
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,7 +52,7 @@ def _run(loop: "Loop", json: bool) -> int:
 
 def _is_hurried(loop: "Loop") -> bool:
     """Whether a signal came whose deadline runs: a page of a long run takes longer than it may leave."""
-    return loop.deadline is not None and loop.stop.requested is not None
+    return loop.stop.seconds_left < math.inf
 
 
 def _write_page(loop: "Loop") -> Path | None:

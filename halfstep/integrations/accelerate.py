@@ -20,7 +20,6 @@ One model is trained per Accelerator; those that are prepared without an optimiz
 """
 
 import inspect
-import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -69,7 +68,7 @@ class Accelerator(accelerate.Accelerator):
         **options: Any,
     ):
         given = inspect.signature(accelerate.Accelerator.__init__).bind_partial(self, *args, **options).arguments
-        refuse_precision(given.pop("mixed_precision", None), os.environ.get("ACCELERATE_MIXED_PRECISION"))
+        refuse_precision(given.pop("mixed_precision", None))
         refuse_sharding(given)
         given.pop("self")
         with preserve_fp32_matmuls():

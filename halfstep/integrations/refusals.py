@@ -22,14 +22,14 @@ _SHARDING = {
 }
 
 
-def refuse_precision(given: Any, launched: str | None) -> None:
+def refuse_precision(given: Any = None) -> None:
     """Refuses a second opinion on precision beside the policy: an argument, or the launcher's variable."""
     if given is not None and str(given) != "no":
         raise AutocastError(
             f'mixed_precision="{given}" beside policy=: both would cast',
             hint="drop mixed_precision: the policy says it",
         )
-    if launched not in (None, "", "no"):
+    if (launched := os.environ.get("ACCELERATE_MIXED_PRECISION")) not in (None, "", "no"):
         raise AutocastError(
             f"Accelerate was launched with mixed_precision {launched} (ACCELERATE_MIXED_PRECISION) beside policy=",
             hint="launch with --mixed_precision no, or set it to no in `accelerate config`",

@@ -18,7 +18,6 @@ loader: the mask is read before it is moved, and one of ones does not reach the 
 Logging, callbacks, schedulers, evaluation, `generate`, `save_pretrained` and `torch_compile=True` are Trainer's.
 """
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -122,7 +121,7 @@ class PolicyMixin:
                     "and gradients in its own form",
                     hint=f"drop {name} and train on one device or with DDP; or drop policy=",
                 )
-        refuse_precision(None, os.environ.get("ACCELERATE_MIXED_PRECISION"))
+        refuse_precision()
         refuse_sharding({"parallelism_config": getattr(self.args, "parallelism_config", None)})
         if self.args.n_gpu > 1:
             raise ParallelError(

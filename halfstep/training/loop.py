@@ -12,6 +12,7 @@ checkpoint, and the data is a function of (seed, step): a resumed run continues 
     run/monitor         decides when layers are looked at, and records it
 """
 
+import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ class Loop:
         progress: Callable[..., StepProgress] = StepProgress,
     ):
         self.job, self._progress = job or Job(), progress
-        self.out, self.policy, self.deadline, self.ceiling = out, policy, deadline, ceiling
+        self.out, self.policy, self.ceiling = out, policy, ceiling
         parts = open_parts(
             config,
             policy,
@@ -105,13 +106,13 @@ class Loop:
         self._memory = 0  # the most that another rank has held
         self._measured = self.session.policy  # whose compute format the ceiling is of
         # A run that died before its first checkpoint resumes from step 0.
+        self.stop = StopRequest(shared=self.job.ranks > 1, deadline=deadline)
         self._open_outputs(resumed_from=None if opened is None else self.start)
 
     def _open_outputs(self, resumed_from: int | None) -> None:
         """Opens what records, shows, saves and watches the run."""
         config, owner = self.config, self.job.owner
-        shared, silent = self.job.ranks > 1, None if owner else drop_refusals(None)
-        self.stop = StopRequest(shared=shared)
+        silent = None if owner else drop_refusals(None)
         self.bar = self._progress(config.training.steps, start=self.start, stream=silent)
         self._gather_warnings()
         self.tally = self._tally_at(self.start)
@@ -126,7 +127,7 @@ class Loop:
         self.saver = self._make_saver(keep)
         watched = (self.session, self.health, self.events, self.bar)
         calls = (self.context.describe, self.context.load)
-        self.checkpointer = Checkpointer(self.saver, *watched, *calls, self.stop, self.deadline, self.job)
+        self.checkpointer = Checkpointer(self.saver, *watched, *calls, self.stop, self.job)
         about = (self.health, self.batches, self.session, self.checkpointer, self.tally)
         searched = self.meters if config.monitor.on else None
         self.responder = Responder(*about, job=self.job, meters=searched)
@@ -208,7 +209,7 @@ class Loop:
             return
         while True:
             try:
-                with Prefetch(self._batch, tally.step, total, is_over=self._is_over) as batches:
+                with Prefetch(self.responder.tokens_after, tally.step, total, is_over=self._is_over) as batches:
                     self._steps(batches)
                 break
             except DataError:  # the training state is still valid
@@ -249,9 +250,6 @@ class Loop:
         if held_out is not None:
             self.checkpointer.note_held_out(self.start, held_out.loss)
         return held_out
-
-    def _batch(self, step: int) -> Tokens:
-        return self.batches.at(step + self.health.shift, *self.job.share)
 
     def _report_stop(self, saved: bool) -> None:
         step, newest, why = self.tally.step, self.saver.saved_step, self.stop.requested
@@ -388,6 +386,7 @@ class Loop:
         numbers = self.session.read(result)
         if numbers["stuck"]:
             self.responder.stop(tally.step + 1, result)
+        rate = factor_of(self.config.training)(np.float32(tally.step - tally.skipped), np)
         tally.step += 1
         steps_per_second = tally.watch.read(tally.step)
         tally.tokens += self._tokens_per_step
@@ -401,7 +400,7 @@ class Loop:
             step=tally.step,
             tokens=tally.tokens,
             seconds=tally.watch.seconds,
-            learning_rate=self._learning_rate(tally.step - 1 - (tally.skipped - int(numbers["skipped"]))),
+            learning_rate=float(rate) * self.config.optimizer.matrix_rate,
             grad_norm=numbers["grad_norm"],
             **shown,
             **self.meters.read(result, steps_per_second),
@@ -410,9 +409,6 @@ class Loop:
         self.checkpointer.report()
         self.monitor.read(tally.step, numbers)
         self.responder.check(tally.step, numbers)
-
-    def _learning_rate(self, applied: int) -> float:
-        return float(factor_of(self.config.training)(np.float32(applied), np)) * self.config.optimizer.matrix_rate
 
     def _evaluate(self) -> Evaluation | None:
         """Evaluates the model and reports it; None if a signal came, because stopping does not wait for it."""
@@ -431,7 +427,7 @@ class Loop:
         speed = self._tokens_per_step * self.meters.speed()
         if not self.job.owner:
             pass
-        elif held_out is not None and self.stop.seconds_left(self.deadline) is None:
+        elif held_out is not None and self.stop.seconds_left == math.inf:
             weights = "ema" if self.config.training.ema else "model"
             origin = artifact.origin_of(self.context.describe(tally.step, None), tally.step, weights)
             about = (self.session, self.corpus, self.config, self.out)

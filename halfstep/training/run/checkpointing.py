@@ -55,7 +55,6 @@ class Checkpointer:
     describe: Callable[[int, float | None], Mapping[str, Any]]  # (step, held-out loss) -> what a manifest holds
     load: Callable[[Loaded], object]  # puts a checkpoint back into the session
     stop: StopRequest
-    deadline: float | None = None
     job: Job = field(default_factory=Job)
     failed: Saved | None = field(default=None, init=False)  # the newest save, if it failed
     _held_out: dict[int, float] = field(default_factory=dict, init=False)
@@ -110,7 +109,7 @@ class Checkpointer:
     def wait(self) -> bool:
         """Waits until nothing is being written or the deadline is over; returns whether nothing is."""
         while not self.saver.wait(GLANCE):
-            if self._left() <= 0:
+            if self.stop.seconds_left <= 0:
                 break
         self.report()
         return not self.saver.is_busy
@@ -131,7 +130,7 @@ class Checkpointer:
                     assert self.failed.trouble is not None
                     raise self.failed.trouble
                 self._pause()
-            if self._agreed(self._left() < self.saver.longest):
+            if self._agreed(self.stop.seconds_left < self.saver.longest):
                 return False
             self.save(step, held_out)
         return False
@@ -146,13 +145,9 @@ class Checkpointer:
             self.report()
         return decided
 
-    def _left(self) -> float:
-        left = self.stop.seconds_left(self.deadline)
-        return math.inf if left is None else left
-
     def _pause(self) -> None:
         over = time.monotonic() + PAUSE
-        while (rest := min(over - time.monotonic(), self._left())) > 0:
+        while (rest := min(over - time.monotonic(), self.stop.seconds_left)) > 0:
             time.sleep(min(rest, GLANCE))
 
     def can_roll_back(self, at: int) -> bool:

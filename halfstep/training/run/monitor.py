@@ -176,7 +176,8 @@ class Monitor:
             role: {column: _column(layers[:, at, i], column) for i, column in enumerate(COLUMNS)}
             for at, role in enumerate(ROLES)
         }
-        weight = {column: [_or_none(x) for x in weights[:, i]] for i, column in enumerate(WEIGHT_COLUMNS)}
+        known = [[None if math.isnan(x) else float(x) for x in column] for column in weights.T]
+        weight = dict(zip(WEIGHT_COLUMNS, known, strict=True))
         self._events.write("layers", step=record.step, since=record.since, **roles, weight=weight)
         for finding in self._findings.new(layers, weights, record.step - record.since):
             self._events.write("finding", step=record.step, **finding.to_dict())
@@ -248,10 +249,6 @@ class Monitor:
 
 def _column(values: NDArray[Any], name: str) -> list[float]:
     return [float(x) if name == "amax" else int(x) for x in values]
-
-
-def _or_none(value: float) -> float | None:
-    return None if math.isnan(value) else float(value)
 
 
 def _merge_parts(parts: NDArray[np.float64]) -> NDArray[np.float64]:

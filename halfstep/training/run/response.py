@@ -102,7 +102,7 @@ class Responder:
 
     def _find(self, step: int, scale: float) -> Cause:
         self.job.set_activity(f"looking for what made step {step} not finite", timed=False)
-        cause = self.session.blame(self._tokens(step), scale)
+        cause = self.session.blame(self.tokens_after(step - 1), scale)
         rank, at = cause.rank or 0, step - 1 + self.health.shift
         where = self.batches.locate(at, rank, self.job.ranks, cause.micro_batch)
         self.checkpointer.events.write("cause", step=step, where=where, **cause.to_dict())
@@ -121,10 +121,11 @@ class Responder:
     def stop(self, step: int, result: Any) -> None:
         """Ends a run whose loss scale is at its floor."""
         self._keep_one()
-        self.session.check(result, self._tokens(step))
+        self.session.check(result, self.tokens_after(step - 1))
 
-    def _tokens(self, step: int) -> TokenBatch:
-        return self.batches.at(step - 1 + self.health.shift, *self.job.share)
+    def tokens_after(self, step: int) -> TokenBatch:
+        """Returns this rank's tokens of the update after `step` updates, past what rollbacks have skipped."""
+        return self.batches.at(step + self.health.shift, *self.job.share)
 
     def _keep_one(self) -> None:
         """Saves if nothing was: skipped updates changed nothing, and a launched step is in the weights already."""

@@ -13,6 +13,7 @@ with the next step (loop.py): they stop after the same one.
 Python runs handlers in the main thread alone; in any other thread nothing is installed and `requested` stays None.
 """
 
+import math
 import signal
 import threading
 import time
@@ -25,17 +26,19 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class StopRequest:
     """Whether the run was asked to stop. Inside its `with` blocks, which may nest, it receives signals."""
 
-    def __init__(self, *, shared: bool = False) -> None:
+    def __init__(self, *, shared: bool = False, deadline: float | None = None) -> None:
         self.shared = shared  # whether other processes must know before it counts
+        self.deadline = math.inf if deadline is None else deadline  # seconds after the signal
         self.received = 0  # the number of the first signal that this process received
         self.requested: str | None = None  # the name of the first signal, such as "SIGTERM"
         self.at = 0.0  # when it came, on the clock of time.monotonic()
         self._interrupted = False  # whether a SIGINT came
         self._before: list[dict[int, Any]] = []  # the handlers to restore, one dictionary per `with` block
 
-    def seconds_left(self, deadline: float | None) -> float | None:
-        """Returns the seconds left of a deadline that began with the signal; None if there is none."""
-        return None if deadline is None or self.requested is None else self.at + deadline - time.monotonic()
+    @property
+    def seconds_left(self) -> float:
+        """The seconds left until the deadline, which begins with the signal; infinity without either."""
+        return math.inf if self.requested is None else self.at + self.deadline - time.monotonic()
 
     def receive(self, number: int, frame: FrameType | None = None) -> None:
         """Handles a signal."""

@@ -17,6 +17,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from halfstep.config.reading import MOST_SETTINGS, parse_json, read_bytes
@@ -194,7 +195,7 @@ class TensorBoard(Logger):
 
         self._event, self._summary, self._session_log = event_pb2.Event, summary_pb2.Summary, event_pb2.SessionLog
         self._writer = EventFileWriter(str(where.folder / "tensorboard"))
-        self._flushed = time.monotonic()
+        self._flushed = monotonic()
         if where.resumed_from is not None:
             self.roll_back(where.resumed_from)
 
@@ -202,7 +203,10 @@ class TensorBoard(Logger):
         """Adds a point to each curve."""
         points = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._writer.add_event(self._event(wall_time=time, step=step, summary=self._summary(value=points)))
-        self._flush_now_and_then()
+        # A kill loses what was not flushed; flushing every step would wait for the disk.
+        if monotonic() - self._flushed >= SECONDS_BETWEEN_FLUSHES:
+            self._writer.flush()
+            self._flushed = monotonic()
 
     def roll_back(self, step: int) -> None:
         """Voids what was written of later steps."""
@@ -212,12 +216,6 @@ class TensorBoard(Logger):
     def close(self, totals: Mapping[str, float], *, failed: bool) -> None:
         """Writes the rest."""
         self._writer.close()
-
-    def _flush_now_and_then(self) -> None:
-        """A kill loses what was not flushed; flushing every step would wait for the disk."""
-        if time.monotonic() - self._flushed >= SECONDS_BETWEEN_FLUSHES:
-            self._writer.flush()
-            self._flushed = time.monotonic()
 
 
 class Trackio(Logger):

@@ -1,6 +1,7 @@
 """Checkpoints written while training continues: the step does not wait, and failures are reported."""
 
 import errno
+import math
 import os
 import threading
 import time
@@ -162,7 +163,7 @@ def events_of(checkpointer):
 def ask(checkpointer, deadline=None, seconds_ago=0.0):
     checkpointer.stop.receive(15)
     checkpointer.stop.at = time.monotonic() - seconds_ago
-    checkpointer.deadline = deadline
+    checkpointer.stop.deadline = math.inf if deadline is None else deadline
     return checkpointer
 
 

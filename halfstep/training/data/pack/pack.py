@@ -141,28 +141,27 @@ def pack(
         lock.release()
 
 
+@dataclass(eq=False)
 class _Packing:
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        out: Path,
-        tokenizer: Tokenizer,
-        request: PackRequest,
-        workers: int,
-        meter: Meter | None,
-    ):
-        self.out, self.tokenizer, self.request, self.workers, self.meter = out, tokenizer, request, workers, meter
-        self.plan = _plan(sources, tokenizer, request)
-        held_out = request.validation
+    sources: Sequence[Source]
+    out: Path
+    tokenizer: Tokenizer
+    request: PackRequest
+    workers: int
+    meter: Meter | None
+
+    def __post_init__(self) -> None:
+        tokenizer, request, held_out = self.tokenizer, self.request, self.request.validation
+        self.plan = _plan(self.sources, tokenizer, request)
         share, own = (0.0, [held_out]) if isinstance(held_out, Source) else (held_out, [])
-        sources = [*sources, *own]
+        sources = [*self.sources, *own]
         self.files = list(chain.from_iterable(source.files for source in sources))
         self.not_files = sum((Counter(source.skipped) for source in sources), Counter[str]())
         self.encoder = Encoder(tokenizer, request.field, share)
         table = tokenizer.token_bytes
         self.table = None if table is None else table.to_npy()
         size, dtype = request.shard_tokens, self.encoder.dtype
-        self.writers = {side: ShardWriter(out, side, dtype, size, table) for side in SIDES}
+        self.writers = {side: ShardWriter(self.out, side, dtype, size, table) for side in SIDES}
         self.position, self.skipped, self.shares = Position(), Counter[str](), (1.0, 0.0)
         self.done = 0  # bytes of the sources
 
