@@ -182,17 +182,6 @@ class Torch(Backend):
 class TorchToy(Toy):
     def __init__(self, backend, policy, weight, rate, clip_norm):
         t = backend.torch
-        optim = import_module("halfstep.torch.optim.adamw")
-
-        class Sgd(optim.Optimizer):
-            def update(self, grads, found_inf, scale):
-                for p in self.names:
-                    g = grads[id(p)] * scale
-                    (wide,) = self.masters.wide([p])
-                    wide.sub_(t.where(found_inf > 0, 0.0, rate * g))
-                    if wide is not p:
-                        self.masters.put([p], [wide], [t.ones(())])
-
         class Model(t.nn.Module):
             def __init__(self):
                 super().__init__()
@@ -200,7 +189,7 @@ class TorchToy(Toy):
 
         self.backend, self.model = backend, Model()
         self.model.layer.weight.data = backend.array(weight)
-        sgd = Sgd([{"params": list(self.model.named_parameters())}], {"lr": rate})
+        sgd = t.optim.SGD(self.model.parameters(), lr=rate)
         self.run = backend.run.prepare(self.model, sgd, policy, clip_norm=clip_norm)
 
     def step(self, micro_batches):
