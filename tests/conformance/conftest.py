@@ -182,6 +182,7 @@ class Torch(Backend):
 class TorchToy(Toy):
     def __init__(self, backend, policy, weight, rate, clip_norm):
         t = backend.torch
+
         class Model(t.nn.Module):
             def __init__(self):
                 super().__init__()

@@ -11,7 +11,7 @@ from halfstep.config.model import ModelConfig
 from halfstep.core.choice import Timing
 from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, parse
 from halfstep.jax import measure as module
-from halfstep.jax.measure import ACCELERATOR_SHAPES, CPU_SHAPES, FORMATS, affordable, measure, supported
+from halfstep.jax.measure import ACCELERATOR_SHAPES, FORMATS, affordable, measure, supported
 
 TINY = ((8, 8, 8), (16, 16, 32))
 MODEL = ModelConfig(vocabulary=32, context=16, layers=1, width=16, heads=2)
@@ -33,14 +33,6 @@ def test_compiling_comes_before_the_clock(monkeypatch):
     measure("cpu", [FP32, BF16], budget=0.2, shapes=TINY[:1], clock=clock)
     assert prepared == [(FP32, TINY[0], 0), (BF16, TINY[0], 0)]
     assert clocked[-1] - clocked[0] < 0.2 + 0.5  # the budget, and the last matmul
-
-
-def test_shapes_grow_and_end_at_an_mlp():
-    for shapes in (CPU_SHAPES, ACCELERATOR_SHAPES):
-        sizes = [m * k * n for m, k, n in shapes]
-        assert sizes == sorted(sizes)
-        assert all(n == 4 * k for _, k, n in shapes)
-    assert ACCELERATOR_SHAPES[-1][1:] == CPU_SHAPES[-1][1:] == (768, 3072)
 
 
 class Kept:
@@ -103,9 +95,7 @@ def test_a_block_is_as_large_as_can_be_afforded(gflops, expected):
     assert affordable([Timing(FP32, shape, (seconds,))], MODEL, 4, 1.2e-3) == 4
 
 
-def test_the_cpu_is_always_there_and_last(monkeypatch):
-    assert module.devices()[-1] == "cpu"
-    assert module.version() == jax.__version__
+def test_an_accelerator_comes_before_the_cpu(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda backend: ["one"] if backend == "cuda" else [])
     assert module.devices() == ["cuda", "cpu"]
 

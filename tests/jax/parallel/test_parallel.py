@@ -53,16 +53,6 @@ def assert_summed_once_in_fp32(exchanged):
 
 
 @pytest.mark.prove
-def test_four_devices_make_the_updates_of_one(devices):
-    policy = "bf16-mixed,scale=dynamic:init=1024"
-    alone, together = (devices(jobs.train, shape, policy, 4, broken=2) for shape in ((), (4,)))
-    assert_same(policy, alone, together)
-    assert [row[2:] for row in together[0]] == [(False, 1024), (False, 1024), (True, 1024), (False, 512)]
-    assert_summed_once_in_fp32(together[2]["exchanged"])
-    assert together[2]["aux"] == (4, jobs.MICRO, jobs.ROWS // 4, jobs.LENGTH)
-
-
-@pytest.mark.prove
 def test_jit_sums_over_devices_in_every_micro_batch(devices):
     """Without a mesh our step has fp32 gradients too, and the loop over micro-batches exchanges them."""
     partitioned, optimized = devices(jobs.followed)
@@ -74,6 +64,7 @@ def test_jit_sums_over_devices_in_every_micro_batch(devices):
 @pytest.mark.parametrize(
     ("policy", "shape", "options"),
     [
+        ("bf16-mixed,scale=dynamic:init=1024", (4,), {"steps": 4, "broken": 2}),
         ("fp32", (4,), {"uneven": True}),
         ("fp32", (2,), {"micro": None}),
         ("fp16-mixed", (2, 2), {"broken": 1}),
@@ -84,6 +75,8 @@ def test_every_policy_makes_the_updates_of_one_device(policy, shape, options, de
     alone, together = (devices(jobs.train, place, policy, **options) for place in ((), shape))
     assert_same(policy, alone, together)
     assert_summed_once_in_fp32(together[2]["exchanged"])
+    count, micro = math.prod(shape), options.get("micro", jobs.MICRO)
+    assert together[2]["aux"] == (count, *[micro] * (micro is not None), jobs.ROWS // count, jobs.LENGTH)
 
 
 @pytest.mark.prove
