@@ -1,12 +1,12 @@
 """Times a step of Muon on the matrices of `golf` and `speedrun`, and the memory that it needs beside them.
 
-    python benchmarks/measure/muon.py [--rounds 8] [--forms]
+    python benchmarks/measure/muon.py [--rounds 8]
 
 The arms take turns, in reverse order every other time: every matrix alone; those of one shape together, with
 torch's products; and with our kernel, which computes half of the symmetric ones. Printed are the median of a step
 in ms, the fastest, the host's share of it, and the peak of memory beside parameters, gradients and momenta. `off`
 is how far a direction is from that of fp32, relative to its norm: the kernel must not be further off than torch.
-`--forms` times the kernel alone for several sizes of block, beside torch. Needs an NVIDIA GPU and half a minute.
+Needs an NVIDIA GPU and half a minute.
 With `--tiny` it runs on any machine, only to show that it does.
 """
 
@@ -17,7 +17,6 @@ from collections.abc import Callable
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 from halfstep.config.groups import parameter_groups
 from halfstep.config.load import load
@@ -25,7 +24,6 @@ from halfstep.config.model import parameter_shapes
 from halfstep.core.formats import BF16, FP32
 from halfstep.torch.optim import muon, newton_schulz
 
-FORMS = ((128, 64, 8, 3), (128, 64, 4, 3), (128, 64, 8, 4), (128, 32, 8, 4), (64, 64, 4, 4), (64, 128, 4, 3))
 ARMS = {"one by one": (1, False), "batched": (muon.CHUNK, False), "batched, kernel": (muon.CHUNK, True)}
 
 
@@ -117,36 +115,9 @@ def compare(recipe: str, shapes: list[tuple[int, ...]], device: str, rounds: int
         print(f"  {name:16} {figures}, {arm.peak():7.0f} MiB, off {arm.off():.4f}", flush=True)
 
 
-def forms(device: str) -> None:
-    """Times both products of some shapes, by torch and by the kernel in several forms."""
-    from halfstep.torch.kernels import symmetric
-
-    _, b, c = newton_schulz.NEWTON_SCHULZ
-    for shape in (
-        (18, 256, 512),
-        (18, 512, 512),
-        (18, 512, 1024),
-        (48, 768, 768),
-        (12, 768, 3072),
-        (2, 4096, 4096),
-    ):
-        x: Tensor = torch.randn(shape, device=device, dtype=torch.bfloat16) / shape[-1] ** 0.5
-        row = [f"torch {timed_twice(lambda x=x: newton_schulz._by_torch(x, b, c), device):.3f}"]
-        for form in FORMS:
-            symmetric.BLOCK, symmetric.DEPTH, symmetric.WARPS, symmetric.STAGES = form
-            row.append(f"{form} {timed_twice(lambda x=x: newton_schulz._by_kernel(x, b, c), device):.3f}")
-        print(f"{shape} ms: {', '.join(row)}", flush=True)
-
-
-def timed_twice(work: Callable[[], object], device: str) -> float:
-    """Returns ms of the second time, after everything is compiled."""
-    return [timed(work, 20, device)[0] for _ in range(2)][1]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--forms", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="use small matrices on the CPU")
     options = parser.parse_args()
     if options.tiny:
@@ -154,8 +125,6 @@ def main() -> None:
         return
     for recipe in ("golf", "speedrun"):
         compare(recipe, shapes_of(recipe), "cuda", options.rounds)
-    if options.forms:
-        forms("cuda")
 
 
 if __name__ == "__main__":

@@ -215,7 +215,15 @@ def test_the_ceiling_is_a_racer(files):
 
 @pytest.mark.parametrize(
     ("device", "said"),
-    [("toaster", "`toaster` is not a torch device"), ("meta", "the race runs on `cuda` or `cpu`, not on `meta`")],
+    [
+        ("toaster", "`toaster` is not a torch device"),
+        ("meta", "the race runs on `cuda` or `cpu`, not on `meta`"),
+        pytest.param(
+            None,
+            "there is no NVIDIA GPU here to race on",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
 )
 def test_a_device_that_cannot_be_raced_on(device, said):
     with pytest.raises(HalfstepError, match=said):

@@ -12,7 +12,6 @@ from benchmarks.race import race
 from benchmarks.race.contract import CEILING, WARM_STEPS, Setting
 from benchmarks.race.workers import FailedError, MissingError, Worker
 from halfstep.core.errors import HalfstepError, how_to_install
-from tests.refusals import refuses
 
 # Answers like a worker of the race, with invented times; records when it was asked. Light, to start fast.
 FAKE = """
@@ -238,12 +237,3 @@ def test_real_workers(text):
     assert all(seconds > 0 for arm in result.arms for seconds in arm.seconds)
     assert len(result.ceiling) == 2
     assert fp32.memory is None
-
-
-@pytest.mark.prove
-def test_a_real_worker_refuses_a_device_that_is_not_there(text):
-    torch = pytest.importorskip("torch")
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with refuses(HalfstepError, "there is no NVIDIA GPU here to race on", "--device cpu"):
-        race.run(["fp32"], source=str(text), **SMALL)

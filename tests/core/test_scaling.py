@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from halfstep.core.errors import ScalingError
-from halfstep.core.scaling import DynamicScale, NoScale, ScaleState, StaticScale, is_power_of_two
+from halfstep.core.scaling import DynamicScale, ScaleState, StaticScale, is_power_of_two
 
 
 class Traced:
@@ -142,15 +142,6 @@ test_the_law_as_a_state_machine = ScalingMachine.TestCase
 @pytest.mark.prove
 def test_the_law_as_a_state_machine_for_longer():
     run_state_machine_as_test(ScalingMachine, settings=settings(max_examples=60, stateful_step_count=40))
-
-
-@pytest.mark.parametrize("law", [NoScale(), StaticScale(1024.0)])
-def test_fixed_laws_never_move(law):
-    state = state_in(NAMESPACES["numpy"][1], law)
-    for finite in (True, False, False, True):
-        verdict = law.judge(state, np.asarray(finite), np)
-        assert verdict.inv_scale * state.scale == 1
-        assert verdict.state == state
 
 
 def test_200_overflows_stop_at_the_floor_and_say_so():

@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from accelerate.state import AcceleratorState
 from safetensors import safe_open
 
 from halfstep.integrations import state
@@ -146,17 +145,3 @@ def test_the_loop_of_accelerate_learns_as_in_fp32_and_is_killed_and_resumed_bit_
 def test_trainer_learns_as_in_fp32_and_is_killed_and_resumed_bit_for_bit(path, policy, tmp_path, losses_in_fp32):
     given, checkpoints = trainer_arguments("--save_steps", 3), ("checkpoint-3", "checkpoint-6")
     learns_and_resumes(path, policy, tmp_path, given, checkpoints, 7, losses_in_fp32(path))
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("path", [CLASSIFY, CAUSAL])
-def test_stock_scripts_run_with_the_setting_that_the_diff_drops(path, tmp_path):
-    trainer = run(stock(path), path, *trainer_arguments("--max_steps", 1, "--bf16", "--output_dir", tmp_path))
-    assert trainer.accelerator.mixed_precision == "bf16"
-    assert "halfstep" not in type(trainer).__module__
-
-
-@pytest.mark.prove
-def test_the_stock_loop_runs_with_the_setting_that_the_diff_drops():
-    run(stock(NLP), NLP, "--cpu", examples=32, num_epochs=1)
-    assert AcceleratorState().mixed_precision == "bf16"

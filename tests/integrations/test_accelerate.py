@@ -20,6 +20,7 @@ from halfstep.torch import AdamW, prepare
 from halfstep.torch.update.switches import fp32_is_fp32
 from tests.accelerate_state import fresh_accelerate, reset  # noqa: F401
 from tests.refusals import refuses
+from tests.torch.nets import same_by_name
 
 SPLIT = "bf16-mixed,param=fp32:split"
 
@@ -71,10 +72,6 @@ def weights(run):
     return {name: value.clone() for name, value in run.weights().items()}
 
 
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, AdamW])
 @pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", SPLIT, "fp16-mixed"])
 def test_a_loop_of_accelerate_makes_the_updates_of_a_run(policy, kind):
@@ -91,7 +88,7 @@ def test_a_loop_of_accelerate_makes_the_updates_of_a_run(policy, kind):
         run.scheduler_step(scheduler)
     assert parts[0].run.policy == run.policy
     assert int(parts[0].run.num_applied) == int(run.num_applied) > 0
-    assert same(weights(parts[0].run), weights(run))
+    assert same_by_name(weights(parts[0].run), weights(run))
     assert torch.equal(parts[0].result.grad_norm, result.grad_norm)
 
 
@@ -136,8 +133,8 @@ def test_a_run_is_saved_and_resumed_bit_for_bit_by_accelerate_itself(policy, tmp
     other, *again = make(policy, ema=0.9)
     other.load_state(str(tmp_path / "saved"))
     assert train(other, *again) == losses
-    assert same(weights(other.run), after)
-    assert same(other.run.ema, accelerator.run.ema)
+    assert same_by_name(weights(other.run), after)
+    assert same_by_name(other.run.ema, accelerator.run.ema)
     assert again[3].get_last_lr() == rate
 
 
@@ -163,7 +160,7 @@ def test_frozen_weights_come_back_from_accelerates_own_file(policy, tmp_path):
     again = prepared(2)
     again[0].load_state(str(tmp_path))
     assert [step(*again), step(*again)] == losses
-    assert same(weights(again[0].run), weights(parts[0].run))
+    assert same_by_name(weights(again[0].run), weights(parts[0].run))
 
 
 @pytest.mark.parametrize("policy", [SPLIT, "bf16-mixed"])
@@ -179,8 +176,8 @@ def test_a_folder_that_accelerate_saved_without_a_policy_is_taken_over(policy, t
     assert "was saved without a policy" in log.getvalue()
     assert "5 parameters after 6 updates" in log.getvalue()
     wanted = dict(model.named_parameters())
-    assert same(weights(ours.run), wanted)
-    assert same(ours.run.ema, wanted)
+    assert same_by_name(weights(ours.run), wanted)
+    assert same_by_name(ours.run.ema, wanted)
     for name, p in again.named_parameters():
         held, moments = optimizer.state[wanted[name]], parts[0].state[p]
         assert all(torch.equal(held[key], moments[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
@@ -195,7 +192,7 @@ def test_weights_beside_our_file_are_the_fp32_masters(tmp_path):
     accelerator, *parts = make(SPLIT)
     train(accelerator, *parts)
     accelerator.save_state(str(tmp_path))
-    assert same(load_file(tmp_path / "model.safetensors"), weights(accelerator.run))
+    assert same_by_name(load_file(tmp_path / "model.safetensors"), weights(accelerator.run))
 
 
 def test_a_state_of_another_policy_is_refused_and_nothing_is_loaded(tmp_path):
@@ -207,7 +204,7 @@ def test_a_state_of_another_policy_is_refused_and_nothing_is_loaded(tmp_path):
     before = weights(other.run)
     with refuses(HalfstepError, "the policy"):
         other.load_state(str(tmp_path))
-    assert same(before, weights(other.run))
+    assert same_by_name(before, weights(other.run))
 
 
 def test_skips_are_seen_by_accelerate_and_its_scheduler():
@@ -298,7 +295,7 @@ def test_models_and_optimizers_may_come_one_by_one_and_in_any_order():
     accelerator.backward(loss_of(model, TOKENS[:8]))
     optimizers[0].step()
     optimizers[0].zero_grad()
-    assert same(before, weights(accelerator.run))  # one update, once all were stepped
+    assert same_by_name(before, weights(accelerator.run))  # one update, once all were stepped
     with refuses(HalfstepError, "1 of the model's 2 optimizers"):
         accelerator.backward(loss_of(model, TOKENS[:8]))
     optimizers[1].step()

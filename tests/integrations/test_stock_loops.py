@@ -8,12 +8,12 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
 from halfstep.core.errors import HalfstepError
 from halfstep.torch import AdamW, prepare
 from tests.accelerate_state import fresh_accelerate  # noqa: F401
 from tests.refusals import refuses
+from tests.torch.nets import seeded_net
 
 KINDS = {
     "ours": lambda m: AdamW(m.parameters(), lr=1e-2),
@@ -26,16 +26,11 @@ def batch(seed, rows=4):
     return torch.randn(rows, 8, generator=torch.Generator().manual_seed(seed))
 
 
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_accelerate_steps_a_prepared_model_as_the_run_does(kind):
     import accelerate
 
-    model, twin = net(), net()
+    model, twin = seeded_net(), seeded_net()
     run, alone = prepare(model, KINDS[kind](model), "bf16-mixed"), prepare(twin, KINDS[kind](twin), "bf16-mixed")
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="no", gradient_accumulation_steps=2)
     wrapped, optimizer = accelerator.prepare(model, run.optimizers[0])
@@ -84,13 +79,13 @@ def test_lightning_steps_a_prepared_model_as_the_run_does(tmp_path):
     """Its closure runs the last micro-batch inside optimizer.step()."""
     import lightning
 
-    twin = net()
+    twin = seeded_net()
     alone = prepare(twin, KINDS["fused"](twin), "bf16-mixed")
 
     class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()
-            self.model = net()
+            self.model = seeded_net()
 
         def training_step(self, x, index):
             return self.model(x).square().mean() * (math.nan if index == 2 else 1.0)

@@ -13,6 +13,7 @@ from halfstep.integrations import state
 from halfstep.integrations.transformers import PolicyMixin, Trainer
 from tests.accelerate_state import fresh_accelerate, reset  # noqa: F401
 from tests.refusals import refuses
+from tests.torch.nets import same_by_name
 
 pytestmark = pytest.mark.prove  # nearly every test trains by a Trainer of its own
 SPLIT = "bf16-mixed,param=fp32:split"
@@ -53,10 +54,6 @@ def losses(trainer):
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 @pytest.mark.parametrize("policy", ["fp16-mixed", "fp32", "bf16-mixed"])
 def test_losses_are_within_the_format_of_those_of_stock_trainer_in_fp32(policy, tmp_path):
     stock = make(tmp_path, kind=transformers.Trainer)
@@ -95,8 +92,8 @@ def test_an_interrupted_run_resumes_bit_for_bit_from_trainers_own_checkpoint(tmp
     resumed = make(tmp_path / "killed", SPLIT, ema=0.9)
     resumed.train(resume_from_checkpoint=True)
     assert losses(resumed)[-2:] == losses(whole)[-2:]
-    assert same(resumed.run.weights(), whole.run.weights())
-    assert same(resumed.run.ema, whole.run.ema)
+    assert same_by_name(resumed.run.weights(), whole.run.weights())
+    assert same_by_name(resumed.run.ema, whole.run.ema)
 
 
 def test_weights_are_saved_from_the_masters_and_load_anywhere(tmp_path):
@@ -104,7 +101,7 @@ def test_weights_are_saved_from_the_masters_and_load_anywhere(tmp_path):
     trainer.train()
     trainer.save_model(str(tmp_path / "out"))
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "out")
-    assert same(dict(loaded.named_parameters()), trainer.run.weights())
+    assert same_by_name(dict(loaded.named_parameters()), trainer.run.weights())
     assert next(loaded.parameters()).dtype == torch.float32
 
 
@@ -160,7 +157,7 @@ def test_best_weights_are_loaded_at_the_end(tmp_path):
     )
     trainer.train()
     best = LlamaForCausalLM.from_pretrained(trainer.state.best_model_checkpoint)
-    assert same(trainer.run.weights(), dict(best.named_parameters()))
+    assert same_by_name(trainer.run.weights(), dict(best.named_parameters()))
 
 
 def test_a_subclass_of_trainer_takes_the_mixin(tmp_path):
@@ -268,7 +265,7 @@ def test_a_compiled_model_is_evaluated_trained_and_trained_again_under_the_polic
     assert trainer.run is run
     assert int(run.num_applied) == 4
     trainer.save_model(str(tmp_path / "out"))
-    assert same(dict(LlamaForCausalLM.from_pretrained(tmp_path / "out").named_parameters()), run.weights())
+    assert same_by_name(dict(LlamaForCausalLM.from_pretrained(tmp_path / "out").named_parameters()), run.weights())
 
 
 def test_averages_are_evaluated_inside_of_averaged(tmp_path):

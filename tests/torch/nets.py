@@ -60,3 +60,13 @@ def within(module, policy):
 
 def same(*pairs):
     return all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))
+
+
+def same_by_name(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def seeded_net():
+    """Two layers and a norm between them, always of the same numbers."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))

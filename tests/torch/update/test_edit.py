@@ -15,13 +15,9 @@ from halfstep.torch import AdamW, prepare
 from halfstep.torch.numerics.split import parameter
 from halfstep.torch.state import state_of
 from tests.refusals import refuses
+from tests.torch.nets import seeded_net
 
 WHOLE, SPLIT = "fp32", "param=fp32:split"
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))
 
 
 def data(seed=0):
@@ -29,7 +25,7 @@ def data(seed=0):
 
 
 def prepared(policy=SPLIT, kind=AdamW, **settings):
-    model = net()
+    model = seeded_net()
     run = prepare(model, kind(model.parameters(), lr=1e-2), policy, **settings)
     step(run)
     return run

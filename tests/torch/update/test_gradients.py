@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from halfstep.core.errors import HalfstepError
 from halfstep.torch import AdamW, prepare
 from tests.refusals import refuses
+from tests.torch.nets import seeded_net
 
 # With a scale, and numbers that may be compared with torch's in fp32.
 SCALED = "fp16-mixed{}; **: compute=fp32,grad=fp32"
@@ -23,17 +23,12 @@ KINDS = {
 BATCHES = [torch.randn(n, 8, generator=torch.Generator().manual_seed(n)) for n in (4, 2)]
 
 
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))
-
-
 def loss(model, x):
     return model(x).square().mean()
 
 
 def prepared(policy, kind="ours", **settings):
-    model = net()
+    model = seeded_net()
     return prepare(model, KINDS[kind](model.parameters()), policy, **settings)
 
 
@@ -44,7 +39,7 @@ def backward(run, batches=BATCHES):
 
 def plain(clip, kind="sync"):
     """The weights and gradients of torch alone, in fp32."""
-    model = net()
+    model = seeded_net()
     optimizer = KINDS[kind](model.parameters())
     (sum(len(x) * loss(model, x) for x in BATCHES) / sum(map(len, BATCHES))).backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters()}

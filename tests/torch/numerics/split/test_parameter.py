@@ -4,16 +4,11 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from halfstep.torch import AdamW, prepare
+from tests.torch.nets import seeded_net
 
 SPLIT = "bf16-mixed,param=fp32:split"
-
-
-def net(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))
 
 
 def data(seed=0):
@@ -25,7 +20,7 @@ def loss_of(model):
 
 
 def trained(policy=SPLIT, optimizer=AdamW, **settings):
-    model = net()
+    model = seeded_net()
     run = prepare(model, optimizer(model.parameters(), lr=1e-2, **settings), policy)
     run.step(loss_of(model), [data()])
     return run
@@ -44,7 +39,7 @@ def test_what_the_run_writes_itself_keeps_its_remainders():
     assert all(torch.equal(w, run.weights()[name]) for name, w in before.items())
     assert any((w != w.bfloat16().float()).any() for w in before.values())
     assert torch.equal(copied.model.state_dict()["0.weight"], before["0.weight"])
-    model = net()
+    model = seeded_net()
     run = prepare(model, AdamW(model.parameters(), lr=1e-2), SPLIT, ema=0.9)
     run.step(loss_of(model), [data()])
     before = run.weights()
@@ -58,7 +53,7 @@ def test_a_weight_that_is_laid_out_otherwise_takes_the_steps_of_fp32(optimizer):
     """Its gradient must be laid out alike: a fused kernel goes through memory, not through indices."""
     found = []
     for policy in ("fp32", "param=fp32:split"):
-        model = net()
+        model = seeded_net()
         model[0].weight.data = model[0].weight.data.t().contiguous().t()
         fused = {} if optimizer is AdamW else {"fused": True}
         run = prepare(model, optimizer(model.parameters(), lr=1e-2, **fused), policy)
@@ -70,7 +65,7 @@ def test_a_weight_that_is_laid_out_otherwise_takes_the_steps_of_fp32(optimizer):
 
 @pytest.mark.parametrize("policy", ["fp32", SPLIT])
 def test_hooks_on_a_parameter_run_whether_it_is_split_or_not(policy):
-    model = net()
+    model = seeded_net()
     run = prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), policy)
     called = []
     model[0].weight.register_hook(lambda g: called.append(g.dtype) or g * 0)
@@ -88,7 +83,7 @@ def test_a_model_given_back_takes_any_dtype_and_its_optimizer_has_fp32_moments()
     model = run.unprepare().double()
     model(data().double()).sum().backward()
     assert {p.grad.dtype for p in model.parameters()} == {torch.float64}
-    model = net()
+    model = seeded_net()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     run = prepare(model, optimizer, f"{SPLIT},moments=bf16")
     run.step(loss_of(model), [data()])
