@@ -47,11 +47,20 @@ def fits_in_memory(num_bytes: int) -> bool:
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Parses JSON; refuses what is nested too deeply."""
+    """Parses JSON; refuses what is nested too deeply, and a key that stands twice in an object."""
     try:
-        return json.loads(content)
+        return json.loads(content, object_pairs_hook=_table_of)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def _table_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        raise ValueError(f"`{twice}` stands twice in an object")
+    return table
 
 
 def parse_toml(text: str) -> dict[str, Any]:

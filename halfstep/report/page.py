@@ -126,7 +126,7 @@ def _contents(history: History, reader: IncidentReader) -> dict[str, Any]:
 def write(events_path: Path, page_path: Path) -> None:
     """Writes the report of `events_path` to `page_path`: the old page or the new one, never a part of it."""
     # The folder's name distinguishes one report from the next in a row of tabs.
-    page = render(stream_events(events_path), events_path.resolve().parent.name or "run")
+    page = render(stream_events(events_path, skip_damage=True), events_path.resolve().parent.name or "run")
     partial = page_path.with_name(f".{page_path.name}.{os.getpid()}")
     try:
         # JSON can hold half a surrogate pair, UTF-8 cannot.

@@ -231,22 +231,31 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return list(stream_events(path))
 
 
-def stream_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the events of a file one by one, oldest first: all of a long run's would take much memory."""
+def stream_events(path: Path, *, skip_damage: bool = False) -> Iterator[dict[str, Any]]:
+    """Yields the events of a file one by one, oldest first: all of a long run's would take much memory.
+
+    With `skip_damage`, a damaged line becomes a warning that names it, except before the first event.
+    """
+    event: dict[str, Any] | None = None
     with os_errors(EventsError, f"events cannot be read from `{path}`"), open_regular(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(MOST_LINE), b""), 1):
             if line.endswith(b"\n") or len(line) == MOST_LINE or _is_whole(line):
-                yield _parse(line, path, number)
+                event = _parse_or_warn(line, path, number, event if skip_damage else None)
+                yield event
 
 
 class Follower:
-    """Reads an events file while it is being written: each call gives the whole lines since the one before."""
+    """Reads an events file while it is being written: each call gives the whole lines since the one before.
+
+    A damaged line becomes a warning that names it, except before the first event.
+    """
 
     def __init__(self, path: Path):
         self.path = path
         self.place = 0  # in bytes, after the last line that was read
         self._lines = 0
         self._file: tuple[int, int] | None = None
+        self._event: dict[str, Any] | None = None  # the newest
 
     def new(self) -> Iterator[dict[str, Any]]:
         """Yields the events that came since the last call; a line without its end is left to the next."""
@@ -257,9 +266,9 @@ class Follower:
             self._file = known.st_dev, known.st_ino
             file.seek(self.place)
             while (line := file.readline(MOST_LINE)).endswith(b"\n") or len(line) == MOST_LINE:
-                event = _parse(line, self.path, self._lines + 1)
+                self._event = _parse_or_warn(line, self.path, self._lines + 1, self._event)
                 self._lines, self.place = self._lines + 1, self.place + len(line)
-                yield event
+                yield self._event
 
 
 def line_starts(*kinds: str) -> tuple[bytes, ...]:
@@ -316,6 +325,16 @@ def _parse(line: bytes, path: Path | None = None, number: int = 0) -> dict[str, 
     return event
 
 
+def _parse_or_warn(line: bytes, path: Path, number: int, before: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the event of a line; of a damaged one that follows an event, a warning at that event's time."""
+    try:
+        return _parse(line, path, number)
+    except EventsError as error:
+        if before is None:
+            raise
+        return {"event": "warning", "time": before["time"], "message": f"{error.message}, and was skipped"}
+
+
 def _damage_error(path: Path | None, number: int, reason: str) -> EventsError:
     return EventsError(
         f"{path}:{number}: this line is {reason}", hint="repair or remove the line by hand; nothing is guessed"
@@ -326,7 +345,15 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)  # built once: that takes as long as a line
+def _small_integer(digits: str) -> int:
+    if len(digits) > 300:  # beyond what a float can hold
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+_DECODER = json.JSONDecoder(
+    parse_constant=_refuse_constant, parse_int=_small_integer
+)  # built once: that takes as long as a line
 
 
 def _is_whole(line: bytes) -> bool:

@@ -23,6 +23,18 @@ def test_write_puts_the_page_next_to_its_events(tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["events.jsonl", "report.html"]
 
 
+def test_a_damaged_line_is_skipped_and_named(tmp_path):
+    record = tmp_path / "events.jsonl"
+    with Events(record) as events:
+        for event in FP16:
+            fields = {key: value for key, value in event.items() if key not in ("event", "time")}
+            events.write(event["event"], **fields)
+    lines = record.read_bytes().split(b"\n")
+    record.write_bytes(b"\n".join([*lines[:9], b'{"event": "step", "loss": 1', *lines[9:]]))
+    write(record, tmp_path / "report.html")
+    assert "events.jsonl:10: this line is not JSON" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
 def test_a_page_is_replaced_whole_or_not_at_all(tmp_path):
     (tmp_path / "report.html").write_text("old")
     (tmp_path / "events.jsonl").write_text("")

@@ -14,6 +14,7 @@ from halfstep.training.telemetry import events as module
 from halfstep.training.telemetry.events import (
     Events,
     EventsError,
+    Follower,
     check_writable,
     newest_first,
     read_events,
@@ -106,6 +107,7 @@ def test_a_kill_at_any_byte_loses_the_last_event_at_most(tmp_path):
         b'{"event": 1}',
         b"\xff",
         b'{"event": "x", "y": NaN}',
+        b'{"event": "step", "step": 1' + b"0" * 400 + b"}",
         b'{"event": "start", "changes": [{"step": 1}]}',
         b'{"event": "start", "changes": [{"step": 1, "settings": {"policy": "fp32"}}]}',
     ],
@@ -117,6 +119,9 @@ def test_damage_in_the_middle_is_refused_with_its_line(tmp_path, line):
     path.write_bytes(b"\n".join([one, line, two, b""]))
     with pytest.raises(EventsError, match=r"events\.jsonl:2: "):
         read_events(path)
+    for events in (stream_events(path, skip_damage=True), Follower(path).new()):
+        kinds = [event["event"] for event in events]
+        assert kinds == ["step", "warning", "step"]
     path.write_bytes(b"\n".join([one, two, line, b""]))  # last, but its newline was written: no torn line
     with pytest.raises(EventsError, match=r"events\.jsonl:3: "):
         read_events(path)

@@ -92,6 +92,20 @@ def saved(path, name="model.safetensors"):
     return path / name
 
 
+def with_header(header):
+    """Writes a file with a header as it is given."""
+
+    def write(path):
+        content = header.encode()
+        content += b" " * (-len(content) % 8)
+        (path / "model.safetensors").write_bytes(len(content).to_bytes(8, "little") + content + bytes(8))
+
+    return write
+
+
+ENTRY = '{"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}'
+
+
 def truncated(path):
     file = saved(path)
     file.write_bytes(file.read_bytes()[:-1])
@@ -115,6 +129,17 @@ BROKEN = {
         ),
         "does not read as safetensors",
         "git lfs pull",
+    ),
+    "a tensor twice": (with_header(f'{{"x": {ENTRY}, "x": {ENTRY}}}'), "`x` stands twice", "damaged"),
+    "metadata twice": (
+        with_header(f'{{"__metadata__": {{}}, "x": {ENTRY}, "__metadata__": {{}}}}'),
+        "duplicate field `__metadata__`",
+        "damaged",
+    ),
+    "a dtype twice": (
+        with_header(f'{{"x": {ENTRY[:-1]}, "dtype": "F32"}}}}'),
+        "duplicate field `dtype`",
+        "damaged",
     ),
     "truncated": (truncated, "does not read as safetensors", "truncated, damaged"),
     "a folder in its place": (lambda path: (path / "model.safetensors").mkdir(),
