@@ -22,7 +22,7 @@ from halfstep.config.groups import parameter_groups
 from halfstep.config.load import load
 from halfstep.config.model import parameter_shapes
 from halfstep.core.formats import BF16, FP32
-from halfstep.torch.optim import muon, newton_schulz
+from halfstep.torch.optim import muon
 
 ARMS = {"one by one": (1, False), "batched": (muon.CHUNK, False), "batched, kernel": (muon.CHUNK, True)}
 
@@ -70,15 +70,15 @@ class Arm:
         """Returns the relative distance of the first matrix's direction from that in fp32."""
         given = next(iter(self.grads.values()))[None]
         with use_products(kernel=self.kernel):
-            found = newton_schulz.orthogonalize(given, BF16).float()
-        exact = newton_schulz.orthogonalize(given, FP32)
+            found = muon.orthogonalize(given, BF16).float()
+        exact = muon.orthogonalize(given, FP32)
         return float((found - exact).norm() / exact.norm())
 
 
 def use_products(*, kernel: bool) -> mock._patch:  # type: ignore[type-arg]
     """Inside, symmetric products are computed by torch or, where it can, by the kernel."""
-    real = newton_schulz.why_torch
-    return mock.patch.object(newton_schulz, "why_torch", real if kernel else lambda *_: "it was asked to")
+    real = muon.why_torch
+    return mock.patch.object(muon, "why_torch", real if kernel else lambda *_: "it was asked to")
 
 
 def timed(work: Callable[[], object], repeats: int, device: str) -> tuple[float, float]:
@@ -97,7 +97,7 @@ def timed(work: Callable[[], object], repeats: int, device: str) -> tuple[float,
 
 def compare(recipe: str, shapes: list[tuple[int, ...]], device: str, rounds: int) -> None:
     arms = {name: Arm(shapes, device, *how) for name, how in ARMS.items()}
-    if why := newton_schulz.why_torch(torch.device(device), torch.bfloat16):
+    if why := muon.why_torch(torch.device(device), torch.bfloat16):
         print(f"the kernel is not used: {why}")
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
     for arm in arms.values():

@@ -28,8 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.torch.kernels import CAPTURED
-from halfstep.torch.kernels.launch import launch
+from halfstep.torch.kernels import CAPTURED, launch
 
 # Numbers that a program updates, and its warps: docs/measurements/race.md has a sweep on an H200.
 CHUNK, WARPS = 512, 4

@@ -36,7 +36,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfstep.core.arrays import cast
-from halfstep.torch.kernels.launch import launch
+from halfstep.torch.kernels import launch
 from halfstep.torch.kernels.norm import add
 
 # Numbers of a row that a program reads at once, its warps, and the registers of a thread: of 65,536, so that two

@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.torch.kernels import CAPTURED
+from halfstep.torch.kernels import CAPTURED, launch
 from halfstep.torch.kernels.adamw import chunks_of, fill, sent
-from halfstep.torch.kernels.launch import launch
 
 CHUNK, WARPS = 4096, 8
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.torch.kernels.launch import launch
+from halfstep.torch.kernels import launch
 from halfstep.torch.kernels.norm import add
 
 # Numbers that a program holds at once, if a row is not longer.

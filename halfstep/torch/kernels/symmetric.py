@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.torch.kernels.launch import launch
+from halfstep.torch.kernels import launch
 
 BLOCK, DEPTH = 128, 64  # rows and columns of a program's block, and how much of a sum it loads at a time
 WARPS, STAGES = 8, 3

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.torch.kernels.launch import launch
+from halfstep.torch.kernels import launch
 
 BLOCK = 32  # words: 128 bytes, a line of the cache, in each direction
 

@@ -1,4 +1,4 @@
-"""Masters: the fp32 numbers that parameters stand for, whatever form they are held in.
+"""Masters: the fp32 numbers that parameters stand for, whatever form they are held in; and their averages.
 
     fp32          the parameter is its own master
     fp32:split    `parameter.data` is the nearest bf16, which matmuls use, beside an int16 remainder (core.split)
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _unflatten_dense_tensors
 
+from halfstep.core.averages import check_decay
 from halfstep.core.errors import ModelChangedError
 from halfstep.core.formats import BF16, FP16, FP32, Format
 from halfstep.core.philox import tensor_id
@@ -241,6 +242,46 @@ class Masters:
             parameter.copy_(carried(wide, param.format))
         else:
             parameter.copy_(wide)
+
+
+class Averages:
+    """Exponential moving averages of masters, in fp32: the rule of core.averages, for all in three launches."""
+
+    def __init__(self, masters: Masters, parameters: Sequence[Tensor], decay: float):
+        check_decay(decay)
+        self.masters, self.decay = masters, decay
+        self.parameters = [p for p in parameters if p.dtype in BY_DTYPE]
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins from the masters as they are now."""
+        self.values = [w.detach().clone() for w in self.masters.wide(self.parameters)]
+
+    def named(self) -> dict[str, Tensor]:
+        """Returns the averages by the names of their parameters."""
+        return {self.masters.names[p]: a for p, a in zip(self.parameters, self.values, strict=True)}
+
+    @torch.no_grad()
+    def update(self, applied: Tensor) -> None:
+        """Moves the averages towards the masters if `applied`, a device scalar, is 1, and not if it is 0."""
+        away = torch._foreach_sub([w.detach() for w in self.masters.wide(self.parameters)], self.values)
+        torch._foreach_mul_(away, (1.0 - self.decay) * applied)
+        torch._foreach_add_(self.values, away)
+
+    @contextmanager
+    def swap_in(self, count: Tensor) -> Iterator[None]:
+        """Inside, the parameters are the averages, held as masters are; after, the masters are back, exactly."""
+        remainders = [lo for lo in self.masters.layout(self.parameters).remainders if lo is not None]
+        live = [*map(values_of, self.parameters), *remainders]
+        before = [t.clone() for t in live]
+        with torch.no_grad():
+            self.masters.assign(self.parameters, self.values, count)
+        try:
+            yield
+        finally:
+            for t, old in zip(live, before, strict=True):
+                t.copy_(old)
+            self.masters.note_writes(self.parameters)
 
 
 def swap_data(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:

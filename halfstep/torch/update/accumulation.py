@@ -116,17 +116,13 @@ class Accumulation:
             for p in parameters:
                 p.grad = None  # from a backward pass that was not this run's, at an unknown scale
         weight = 1.0 if weight is None else weight
-        if not alone:
-            # Sums that are not exchanged yet are the engine's: this micro-batch is weighted, not what is there.
-            share = weight / cast(float, self._reference)
-            self._backward(loss.float() * (share * scale if self._scaled else share))
-        elif self._scaled:
+        if alone and self._scaled:
             share = self._weigh_sums(weight, scale, parameters)
-            self._backward(loss.float() * (share * scale))
         else:
-            # A number stays a number: putting it on the device would wait.
+            # Among ranks, sums that are not exchanged yet are the engine's: this micro-batch is weighted, not what
+            # is there. A number stays a number: putting it on the device would wait.
             share = weight / cast(float, self._reference)
-            self._backward(times(loss.float(), share))
+        self._backward(loss.float() * (share * scale) if self._scaled else times(loss.float(), share))
         weighted = share * loss.detach().float()
         self.losses = weighted if first else self.losses + weighted
         self.weights = 1.0 if normalized else self.weights + share

@@ -29,8 +29,7 @@ from halfstep.torch.numerics.shards import is_shard
 from halfstep.torch.numerics.split.operand import values_of
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import Driver, GradNorm, StockDriver, check_optimizers, driver_of, held_by
-from halfstep.torch.optim.ema import Averages
-from halfstep.torch.optim.masters import PREPARE_AGAIN, Masters
+from halfstep.torch.optim.masters import PREPARE_AGAIN, Averages, Masters
 from halfstep.torch.parallel.ranks import copies, num_ranks, same_as_rank_0, wrappers_of
 from halfstep.torch.parallel.sizes import Sent, gradient_traffic, shard_traffic
 from halfstep.torch.parallel.wire import averaging_hook

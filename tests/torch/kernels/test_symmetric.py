@@ -7,7 +7,7 @@ import torch
 
 from halfstep.config.groups import NEWTON_SCHULZ
 from halfstep.core.formats import BF16, FP32
-from halfstep.torch.optim import newton_schulz
+from halfstep.torch.optim import muon
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 CUDA = torch.cuda.is_available()
@@ -66,11 +66,11 @@ def test_a_matrix_has_the_same_bits_alone_and_beside_others(kernel):
 def test_five_steps_by_the_kernel_are_those_of_fp64(monkeypatch, shape):
     """In fp32: an error grows at most 3.9-fold at each step (a + 3 b s^2 + 5 c s^4, s up to 1.2)."""
     used = []
-    real = newton_schulz._by_kernel
-    monkeypatch.setattr(newton_schulz, "why_torch", lambda device, dtype: "")
-    monkeypatch.setattr(newton_schulz, "_by_kernel", lambda *given: used.append(1) or real(*given))
+    real = muon._by_kernel
+    monkeypatch.setattr(muon, "why_torch", lambda device, dtype: "")
+    monkeypatch.setattr(muon, "_by_kernel", lambda *given: used.append(1) or real(*given))
     drawn = draw(shape)
-    found = newton_schulz.orthogonalize(drawn, FP32)
+    found = muon.orthogonalize(drawn, FP32)
     x = drawn.double()
     x = x.mT if shape[1] > shape[2] else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -90,12 +90,12 @@ def test_on_a_gpu_it_is_used_and_orthogonalizes_as_torchs_products_do(monkeypatc
     from halfstep.torch.kernels import symmetric
 
     monkeypatch.undo()
-    assert (symmetric.BLOCK, newton_schulz.why_torch(torch.device("cuda", 0), torch.bfloat16)) == (128, "")
+    assert (symmetric.BLOCK, muon.why_torch(torch.device("cuda", 0), torch.bfloat16)) == (128, "")
     drawn = draw(shape)
-    ours = newton_schulz.orthogonalize(drawn, BF16)
-    exact = newton_schulz.orthogonalize(drawn.double(), FP32)
-    monkeypatch.setattr(newton_schulz, "why_torch", lambda device, dtype: "told")
-    torchs = newton_schulz.orthogonalize(drawn, BF16)
+    ours = muon.orthogonalize(drawn, BF16)
+    exact = muon.orthogonalize(drawn.double(), FP32)
+    monkeypatch.setattr(muon, "why_torch", lambda device, dtype: "told")
+    torchs = muon.orthogonalize(drawn, BF16)
     errors = [float((found.double() - exact.double()).norm()) for found in (ours, torchs)]
     # Both round in the same places, so that their errors are of one size, though not the same numbers.
     assert errors[0] <= 1.25 * errors[1]

@@ -10,11 +10,10 @@ from halfstep.core.formats import BF16, FP32
 from halfstep.core.roles import Param
 from halfstep.torch.numerics.cast import split
 from halfstep.torch.numerics.split.parameter import make_split
-from halfstep.torch.optim import muon, newton_schulz
+from halfstep.torch.optim import muon
 from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.optim.masters import Masters
-from halfstep.torch.optim.muon import Muon
-from halfstep.torch.optim.newton_schulz import orthogonalize, why_torch
+from halfstep.torch.optim.muon import Muon, orthogonalize, why_torch
 from tests.refusals import refuses
 
 
@@ -262,8 +261,8 @@ def test_muon_says_how_its_products_are_computed_and_why():
     ("capability", "kernel"), [((7, 5), False), ((8, 0), True), ((9, 0), True), ((12, 0), True)]
 )
 def test_the_kernel_is_for_gpus_that_multiply_bf16(monkeypatch, capability, kernel):
-    monkeypatch.setattr(newton_schulz, "_capability", lambda device: capability)
-    monkeypatch.setattr(newton_schulz, "has_triton", lambda: True)
+    monkeypatch.setattr(muon, "_capability", lambda device: capability)
+    monkeypatch.setattr(muon, "has_triton", lambda: True)
     assert (not why_torch(torch.device("cuda", 0), torch.bfloat16)) == kernel
 
 

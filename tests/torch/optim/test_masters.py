@@ -10,8 +10,7 @@ from halfstep.core.roles import Param
 from halfstep.torch.numerics.cast import split
 from halfstep.torch.numerics.split.operand import values_of
 from halfstep.torch.numerics.split.parameter import make_split
-from halfstep.torch.optim.ema import Averages
-from halfstep.torch.optim.masters import Masters
+from halfstep.torch.optim.masters import Averages, Masters
 from tests.torch.nets import draw, same
 
 COUNT = torch.ones((), dtype=torch.int32)

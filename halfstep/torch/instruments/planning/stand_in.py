@@ -18,7 +18,7 @@ from torch.library import Library
 from halfstep.core.devices import Device
 from halfstep.core.errors import PolicyError, UnsupportedRoleError
 from halfstep.torch.instruments.collect.patches import Patches
-from halfstep.torch.kernels.launch import INSTEAD
+from halfstep.torch.kernels import INSTEAD
 from halfstep.torch.numerics.dtypes import ROWS_INTO_FP32, STANDS_FOR
 
 _ATEN = torch.ops.aten
