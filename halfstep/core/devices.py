@@ -82,11 +82,6 @@ def caveat(fmt: Format, device: Device) -> str:
     return f"{support.reason}; it runs anyway, perhaps slower than fp32, and fp16 may be faster"
 
 
-def emulated(fmt: Format, arrays: str) -> Support:
-    """Returns what `supported` answers if emulation is asked for."""
-    return Support(True, f"emulated: {fmt} numbers in fp32 {arrays}, multiplied and summed in fp32")
-
-
 def _nvidia(fmt: Format, device: Device) -> Support:
     assert device.capability is not None
     has = f"compute capability {_with_dots(device.capability)}"

@@ -144,9 +144,7 @@ class Product:
         return f"{describe(self.device).name}{threads}"
 
 
-def time_product(
-    work: Product, precisions: Sequence[Precision], *, clock: Clock = time.perf_counter
-) -> list[float]:
+def time_product(work: Product, precisions: Sequence[Precision]) -> list[float]:
     """Returns the seconds of a training pass of the product in each precision: medians of alternating turns."""
     bench = _Bench(work.device)
     rounds, count = (3, 1) if work.device.platform == "cpu" else (7, 10)
@@ -155,9 +153,9 @@ def time_product(
         run(1)
 
     def seconds_of(run: Run) -> float:
-        begun = clock()
+        begun = time.perf_counter()
         run(count)
-        return (clock() - begun) / count
+        return (time.perf_counter() - begun) / count
 
     return take_turns(runs, rounds, seconds_of)
 
@@ -178,7 +176,7 @@ class _Bench:
             for size, dtype in zip(((m, k), (n, k)), _dtypes(fmt), strict=True)
         )
         multiply = _matmul(fmt).lower(a, b).compile()
-        return self._repeated(lambda: multiply(a, b))
+        return self._repeat(lambda: multiply(a, b))
 
     def start_block(self, fmt: Format, model: ModelConfig, tokens: int) -> Run:
         context = min(model.context, tokens)
@@ -200,7 +198,7 @@ class _Bench:
             return pull(jnp.ones_like(y))
 
         step = jax.jit(train, compiler_options=COMPILER_OPTIONS).lower(params, x).compile()
-        return self._repeated(lambda: step(params, x))
+        return self._repeat(lambda: step(params, x))
 
     def start_product(self, work: Product, precision: Precision) -> Run:
         casts = casts_of(precision)
@@ -218,9 +216,9 @@ class _Bench:
         held = jnp.bfloat16 if work.split else jnp.float32
         weight = self._put((self._random(*work.matrix) * np.float32(0.02)).astype(held))
         step = jax.jit(train, compiler_options=COMPILER_OPTIONS).lower(x, weight).compile()
-        return self._repeated(lambda: step(x, weight))
+        return self._repeat(lambda: step(x, weight))
 
-    def _repeated(self, once: Callable[[], Any]) -> Run:
+    def _repeat(self, once: Callable[[], Any]) -> Run:
         # Without waiting for each, a CPU would run several at once.
         one_by_one = self.device.platform == "cpu"
 

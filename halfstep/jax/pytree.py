@@ -28,7 +28,7 @@ class NamedTree:
         self.values = dict(zip(self.names, (leaf for _, leaf in flat), strict=True))
         self.trained: dict[str, Any] = {}
 
-    def rebuilt(self, trained: Mapping[str, Any]) -> Any:
+    def rebuild(self, trained: Mapping[str, Any]) -> Any:
         """Returns the pytree with other trained leaves."""
         return jax.tree.unflatten(self.treedef, [trained.get(name, leaf) for name, leaf in self.values.items()])
 

@@ -127,7 +127,7 @@ def first_state(
     sizes = {name: 4 if name in remainders else leaf.dtype.itemsize for name, leaf in held.items()}
     narrower = tuple(name for name, leaf in leaves.trained.items() if leaf.dtype.itemsize < sizes[name])
     state = State(
-        params=leaves.rebuilt(held),
+        params=leaves.rebuild(held),
         opt_state=opt_state,
         scale=ScaleState(*map(jnp.asarray, policy.scale.init(), _SCALE_DTYPES)),
         num_applied=jnp.asarray(0 if begun is None else begun.steps, jnp.int32),

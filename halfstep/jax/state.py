@@ -82,13 +82,13 @@ class State:
     def masters(self) -> Any:
         """Returns the parameters in fp32, however the state holds them; split masters joined, exactly."""
         leaves = Leaves(self.params)
-        return leaves.rebuilt(widen_masters(leaves.trained, self.remainders))
+        return leaves.rebuild(widen_masters(leaves.trained, self.remainders))
 
     def averaged(self) -> Any:
         """Returns the parameters with the averages of the masters, in fp32. Copy what the next step may use up."""
         if not self.decay:
             raise RunStateError("there are no averages", hint="init(..., ema=0.999) keeps them")
-        return Leaves(self.params).rebuilt(self.ema)
+        return Leaves(self.params).rebuild(self.ema)
 
     def __str__(self) -> str:
         is_state = all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(self.params))  # not one of shapes, say

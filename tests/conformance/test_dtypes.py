@@ -95,9 +95,6 @@ def test_what_a_cpu_refuses_names_the_switch_that_runs_it(backend):
         support = backend.dtypes.supported(fmt, "cpu")
         assert not support
         assert support.reason.endswith(EMULATED)
-        emulated = backend.dtypes.supported(fmt, "cpu", emulate=True)
-        assert emulated
-        assert emulated.reason.startswith("emulated")
 
 
 def test_the_cpu_by_its_flags(backend, tmp_path, monkeypatch):

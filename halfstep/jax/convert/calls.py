@@ -34,7 +34,7 @@ from halfstep.jax.numerics.lowering import casts_of
 FLOAT32 = jnp.dtype(jnp.float32)
 
 
-def appears(precision: Precision) -> DType:
+def shown_dtype(precision: Precision) -> DType:
     """Returns the dtype in which a function sees the compute format of a precision."""
     if precision.compute == TF32 and not precision.emulate:
         return FLOAT32  # a way to multiply fp32 arrays
@@ -74,7 +74,7 @@ class Calls(ABC):
         owner = value.owner
         return value.ruled or (owner is not None and owner.casts.precision.compute != self.base.compute)
 
-    def _derived(self, values: Sequence[Value]) -> Value:
+    def _derive(self, values: Sequence[Value]) -> Value:
         """Returns what a result has from its inputs: whether it is ruled, fixed and free."""
         return Value(
             None,
@@ -93,12 +93,12 @@ class Calls(ABC):
             if not value.narrow:
                 return array
             if aval.dtype == FLOAT32:
-                return self.island.widened(value)  # once, so that gradients of what reads it are summed in fp32
+                return self.island.widen(value)  # once, so that gradients of what reads it are summed in fp32
         elif value.owner is not None and value.narrow:
             array = to_compute(array, value.owner.casts)
         return self._on_grid(array, aval) if self.emulate else array.astype(aval.dtype)
 
-    def _crossing(self, atoms: Sequence[Any], values: Sequence[Value], narrow: Sequence[bool]) -> list[Any]:
+    def _cross_border(self, atoms: Sequence[Any], values: Sequence[Value], narrow: Sequence[bool]) -> list[Any]:
         """Returns what crosses into a loop or out of a branch: in compute where the variable was promoted."""
         arrays = zip(self._arrays(atoms, values), narrow, strict=True)
         return [to_compute(array, self.base_casts) if each else array for array, each in arrays]
@@ -149,10 +149,10 @@ class Calls(ABC):
             consts = [value.array for value in values[:first]]
             out = self._evaluate(jaxpr, own, in_function(inside, [*consts, *carry, *rows]))
             returned[:] = in_function(out, [None] * len(out))
-            ends = self._crossing(jaxpr.outvars[:count], out[:count], held)
+            ends = self._cross_border(jaxpr.outvars[:count], out[:count], held)
             return ends, [value.array for value in out[count:]]
 
-        carry = self._crossing(eqn.invars[first:last], values[first:last], held)
+        carry = self._cross_border(eqn.invars[first:last], values[first:last], held)
         ends, rows = jaxprs.scan_again(eqn, body, carry, [value.array for value in values[last:]])
         states = [
             replace(value, array=array, early_cast=find_early_cast([end], eqn))
@@ -168,26 +168,26 @@ class Calls(ABC):
         for fn, _ in branches:
             jax.eval_shape(fn, *arrays)
         each = zip(*(returned for _, returned in branches), strict=True)
-        joined = [self._joined(eqn, index, var, of) for var, of in zip(eqn.outvars, each, strict=True)]
+        joined = [self._join_results(eqn, index, var, of) for var, of in zip(eqn.outvars, each, strict=True)]
 
-        def as_joined(fn: Callable[..., list[Any]], returned: list[Value]) -> Callable[..., list[Any]]:
+        def as_joint(fn: Callable[..., list[Any]], returned: list[Value]) -> Callable[..., list[Any]]:
             def run(*arrays: Any) -> list[Any]:
                 out = fn(*arrays)
                 out = in_function(returned, out)
                 return [
                     jnp.asarray(own.array, jnp.float32)
                     if value.owner is not None
-                    else self._crossing([var], [own], [value.narrow])[0]
+                    else self._cross_border([var], [own], [value.narrow])[0]
                     for own, value, var in zip(out, joined, eqn.outvars, strict=True)
                 ]
 
             return run
 
-        return in_function(joined, lax.switch(index.array, [as_joined(*each) for each in branches], *arrays))
+        return in_function(joined, lax.switch(index.array, [as_joint(*each) for each in branches], *arrays))
 
-    def _joined(self, eqn: Any, index: Value, var: Any, branches: Sequence[Value]) -> Value:
+    def _join_results(self, eqn: Any, index: Value, var: Any, branches: Sequence[Value]) -> Value:
         """Returns what is known of a result, whichever branch returns it."""
-        known, owner = self._derived(branches), common_owner(branches)
+        known, owner = self._derive(branches), common_owner(branches)
         return Value(
             None,
             owner,
@@ -236,7 +236,7 @@ class Calls(ABC):
     def _custom_jvp_in_island(self, jaxpr: Any, eqn: Any, values: Sequence[Value]) -> list[Value]:
         """Runs a function with its own derivative rule, and the rule, as an island: all of it in fp32."""
         fn, _ = self._custom_jvp(jaxpr, eqn, {}, lambda array: Value(array, kind="loss"))
-        return [Value(array, kind="loss") for array in fn(*map(self.island.widened, values))]
+        return [Value(array, kind="loss") for array in fn(*map(self.island.widen, values))]
 
     def _custom_jvp(
         self, jaxpr: Any, eqn: Any, fixed: Mapping[int, Value], as_value: Callable[[Any], Value]

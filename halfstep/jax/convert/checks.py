@@ -41,7 +41,7 @@ def call_checked(
     fn: Callable[..., Any], applied: Applied, masters: Mapping[str, Array], rest: Sequence[Any]
 ) -> tuple[Any, Any]:
     """Calls a function that casts inside, on the masters themselves; returns its result, also as shapes."""
-    params = with_amaxes(applied.leaves.rebuilt(masters), masters)
+    params = with_amaxes(applied.leaves.rebuild(masters), masters)
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(params, *rest)
     if not applied.policy.emulate:  # emulated, every array is fp32, and the layers know what they hold
         check_function(closed.jaxpr, applied)

@@ -42,7 +42,7 @@ from halfstep.jax import jaxpr as jaxprs
 from halfstep.jax import layers
 from halfstep.jax.convert import checks, patterns
 from halfstep.jax.convert.apply import Applied
-from halfstep.jax.convert.calls import FLOAT32, Calls, appears, shape_of
+from halfstep.jax.convert.calls import FLOAT32, Calls, shape_of, shown_dtype
 from halfstep.jax.convert.islands import history_of
 from halfstep.jax.convert.values import (
     Owner,
@@ -89,19 +89,19 @@ def cast_inside(
         for name, each in applied.precisions.items()
     }
     # 1. Trace it, with everything in the dtype that the policy computes in.
-    shown = {name: shape_of(masters[name], appears(own.casts.precision)) for name, own in owners.items()}
+    shown = {name: shape_of(masters[name], shown_dtype(own.casts.precision)) for name, own in owners.items()}
     batch, *others = rest
     entering = traced = batch
     if cast_batch:
-        dtype, casts = appears(interpreter.base), interpreter.base_casts
+        dtype, casts = shown_dtype(interpreter.base), interpreter.base_casts
         traced = jax.tree.map(lambda leaf: shape_of(leaf, dtype) if jaxprs.is_floating(leaf) else leaf, batch)
         entering = jax.tree.map(
             lambda leaf: layers.batch_to_compute(jnp.asarray(leaf), casts) if jaxprs.is_floating(leaf) else leaf,
             batch,
         )
-    closed, shape = jax.make_jaxpr(fn, return_shape=True)(leaves.rebuilt(shown), traced, *others)
+    closed, shape = jax.make_jaxpr(fn, return_shape=True)(leaves.rebuild(shown), traced, *others)
     # 2. Find what shows in the jaxpr as a whole.
-    interpreter.promoted = patterns.find_promoted(closed.jaxpr, appears(interpreter.base), len(leaves.values))
+    interpreter.promoted = patterns.find_promoted(closed.jaxpr, shown_dtype(interpreter.base), len(leaves.values))
     # 3. Evaluate it on masters and on the batch as it enters.
     given = [
         Value(layers.with_weight_grad_format(masters[name], owners[name].casts), owners[name])
@@ -161,14 +161,14 @@ class Interpreter(Calls):
         def equation(eqn: Any, values: list[Value]) -> list[Value]:
             out = self._equation(jaxpr, eqn, values)
             functions = ((recomputed.get(var), value) for var, value in zip(eqn.outvars, out, strict=True))
-            return [y if f is None else self._recomputed(f, env[f.root], y) for f, y in functions]
+            return [y if f is None else self._recompute(f, env[f.root], y) for f, y in functions]
 
         return jaxprs.walk(jaxpr, env, lambda atom: Value(self.carry(atom.val), fixed=True, free=True), equation)
 
-    def _recomputed(self, function: patterns.Activation | patterns.Softmax, x: Value, y: Value) -> Value:
+    def _recompute(self, function: patterns.Activation | patterns.Softmax, x: Value, y: Value) -> Value:
         """Returns the result of a function that keeps only its input; what else led to `y` is then unused."""
         aval: Any = function.root.aval
-        in_stream = x.narrow or aval.dtype == appears(self.base)
+        in_stream = x.narrow or aval.dtype == shown_dtype(self.base)
         other = x.owner is not None or x.kind or x.free or x.fixed or self._is_ruled(x)
         if other or not in_stream:
             return y
@@ -231,7 +231,7 @@ class Interpreter(Calls):
         else:
             return None
         array = inputs[0] if jaxprs.is_conversion(eqn) else jaxprs.bind_wide(eqn, inputs)[0]
-        return [replace(self._derived(values), array=array, kind=kind)]
+        return [replace(self._derive(values), array=array, kind=kind)]
 
     def _begins(self, eqn: Any, value: Value) -> bool:
         (operand,), (out,) = eqn.invars, eqn.outvars
@@ -244,7 +244,7 @@ class Interpreter(Calls):
 
     def _on_arrays(self, jaxpr: Any, eqn: Any, values: list[Value]) -> list[Value]:
         name, early = eqn.primitive.name, None
-        known = self._derived(values)
+        known = self._derive(values)
         if name in jaxprs.PRODUCT or name == "gather":
             for value in values:
                 check_early_cast(eqn, value.early_cast)
@@ -317,7 +317,7 @@ class Interpreter(Calls):
             return None
         if patterns.is_pick(eqn) and eqn.outvars[0] not in self.promoted:
             x, indices = values  # read in fp32, as all of its row: gradients of both meet there
-            picked = patterns.pick_numbers(eqn, self.island.widened(x), x.array, indices.array)
+            picked = patterns.pick_numbers(eqn, self.island.widen(x), x.array, indices.array)
             return [replace(x, array=picked, narrow=False)]
         out, history = jaxprs.results(eqn, [value.array for value in values]), history_of(eqn, values)
         return [replace(floats[0], array=array, history=history) for array in out]
@@ -350,8 +350,8 @@ class Interpreter(Calls):
         if (owner := master.owner) is None:
             return self._product(eqn, values)
         precision = owner.casts.precision
-        if seen.dtype != appears(self.base) and not x.follows_compute:
-            ruled, wanted = self._is_ruled(x), appears(precision)
+        if seen.dtype != shown_dtype(self.base) and not x.follows_compute:
+            ruled, wanted = self._is_ruled(x), shown_dtype(precision)
             checks.check_operand(eqn, seen, wanted, ruled=ruled, names=owner.names, conversion=x.explicit_cast)
         self.multiplied.update(owner.names)
         if is_dot:
@@ -369,7 +369,7 @@ class Interpreter(Calls):
             casts = casts_of(precision)
             y = convolve(eqn, layers.to_compute(self._array(x, seen), casts), master.array, casts)
         # In the dtype of its variable, or in its own if that was promoted.
-        narrow = appears(precision).itemsize < out.dtype.itemsize and not any(map(self._is_ruled, values))
+        narrow = shown_dtype(precision).itemsize < out.dtype.itemsize and not any(map(self._is_ruled, values))
         return (y if self.emulate or narrow else y.astype(out.dtype)), narrow
 
     def _multiply(
@@ -379,7 +379,7 @@ class Interpreter(Calls):
 
     def _product(self, eqn: Any, values: list[Value]) -> tuple[Array, bool]:
         """Multiplies activations in compute, and tables and positions by each other in their own dtype."""
-        base, wide = appears(self.base), False
+        base, wide = shown_dtype(self.base), False
         if not all(value.free or value.fixed for value in values):
             for value, aval in zip(values, (atom.aval for atom in eqn.invars), strict=True):
                 if not value.follows_compute:

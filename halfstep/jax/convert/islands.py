@@ -70,7 +70,7 @@ class Island:
         kind = _kind_of(eqn, kinds, settled)
         return (self._operands("centered" if kind == "normed" else "shifted", eqn, values), kind) if kind else None
 
-    def widened(self, value: Value) -> Array:
+    def widen(self, value: Value) -> Array:
         """Returns a value in fp32: unrounded if it is a master or inside an island, else as it was rounded."""
         return self._cached("widened", value, lambda: self._widen(value))
 
@@ -78,13 +78,13 @@ class Island:
         """Computes a value again, in fp32, as far back as `_form_of_operands` says."""
         history = None if value.kind else value.history
         if history is None:
-            return self.widened(value)
+            return self.widen(value)
         eqn, values = history.eqn, history.values
         if form == "shifted" and is_pick(eqn) and values[0].owner is None:
             x, index = values
-            return self._cached("picked", value, lambda: pick_numbers(eqn, self.widened(x), x.array, index.array))
+            return self._cached("picked", value, lambda: pick_numbers(eqn, self.widen(x), x.array, index.array))
         if not (operands := _form_of_operands(form, value, history)):
-            return self.widened(value)
+            return self.widen(value)
         self.recomputed.add(id(eqn))
 
         def compute() -> Array:

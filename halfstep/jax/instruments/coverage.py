@@ -14,7 +14,7 @@ from halfstep.config.model import owner as module_of
 from halfstep.core.audit.coverage import IN_COMPUTE, Coverage, Row
 from halfstep.core.roles import Operand, print_value
 from halfstep.jax.convert.apply import Applied
-from halfstep.jax.convert.calls import appears
+from halfstep.jax.convert.calls import shown_dtype
 from halfstep.jax.convert.interpret import Interpreter
 from halfstep.jax.convert.values import Value
 from halfstep.jax.jaxpr import ISLANDS, is_float, line_of
@@ -105,7 +105,7 @@ class Recorder(Interpreter):
             why += timed and f" ({timed})"
         elif all(value.free or value.fixed for value in values):
             how, why = "unchanged", "tables, positions and constants alone"
-        elif all(atom.aval.dtype == appears(self.base) for atom in eqn.invars):
+        elif all(atom.aval.dtype == shown_dtype(self.base) for atom in eqn.invars):
             how, why = "unchanged", IN_COMPUTE
         elif any(map(self._is_ruled, values)):
             how, why = "unchanged", "a rule makes an operand wider"

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from halfstep.core.choice import Support
-from halfstep.core.devices import Device, computes, emulated
+from halfstep.core.devices import Device, computes
 from halfstep.core.errors import DeviceError, one_of
 from halfstep.core.formats import BF16, FP16, FP32, Format, parse
 from halfstep.core.host import describe_cpu
@@ -82,10 +82,8 @@ def describe(device: jax.Device | str) -> Device:
             )
 
 
-def supported(fmt: Format, device: jax.Device | str, *, emulate: bool = False) -> Support:
+def supported(fmt: Format, device: jax.Device | str) -> Support:
     """Returns whether JAX computes in the format on the device, and why (not)."""
-    if emulate:
-        return emulated(fmt, "arrays")
     return answer(fmt, describe(device))
 
 

@@ -111,7 +111,7 @@ def names_in_state(model: ModelConfig, config: OptimizerConfig) -> dict[str, str
 def decay_mask(params: Any) -> Any:
     """Returns which leaves are matrices that decay."""
     named = NamedTree(params)
-    return named.rebuilt({n: n.endswith(".weight") and leaf.ndim == 2 for n, leaf in named.values.items()})
+    return named.rebuild({n: n.endswith(".weight") and leaf.ndim == 2 for n, leaf in named.values.items()})
 
 
 def orthogonalize(matrices: Array, iteration: Format, *, emulate: bool = False) -> Array:
@@ -176,7 +176,7 @@ def _scale_by_rate(rate: float | Mapping[str, float], schedule: Schedule | None)
 
     def scale_each(updates: Any, _: Any) -> Any:
         named = NamedTree(updates)
-        return named.rebuilt({name: -rate[name] * update for name, update in named.values.items()})
+        return named.rebuild({name: -rate[name] * update for name, update in named.values.items()})
 
     scheduled = optax.identity() if schedule is None else optax.scale_by_schedule(lambda n: schedule(n, jnp))
     return optax.chain(scheduled, optax.stateless(scale_each))

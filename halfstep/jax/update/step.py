@@ -161,7 +161,7 @@ def apply_sums(
     share = jnp.where(finite, 1.0 - state.decay, 0.0)
     following = replace(
         state,
-        params=leaves.rebuilt(held),
+        params=leaves.rebuild(held),
         remainders=remainders,
         ema=move_averages(state.ema, widen_masters(held, remainders), share),
         amaxes=update_histories(state.amaxes, sums.amaxes, finite),

@@ -15,7 +15,7 @@ import os
 import mlx.core as mx
 
 from halfstep.core.choice import Support
-from halfstep.core.devices import EMULATED, Device, computes, emulated
+from halfstep.core.devices import EMULATED, Device, computes
 from halfstep.core.errors import DeviceError, PolicyConflictError
 from halfstep.core.formats import BF16, FP16, FP32, Format
 from halfstep.core.host import apple_generation, describe_cpu, sysctl
@@ -55,10 +55,8 @@ def describe(device: mx.Device | str) -> Device:
     return Device("nvidia", str(info["device_name"]), capability=capability)
 
 
-def supported(fmt: Format, device: mx.Device | str, *, emulate: bool = False) -> Support:
+def supported(fmt: Format, device: mx.Device | str) -> Support:
     """Returns whether MLX computes in the format on the device, and why (not)."""
-    if emulate:
-        return emulated(fmt, "arrays")
     return answer(fmt, describe(device))
 
 

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 
 from halfstep.core.choice import Support
-from halfstep.core.devices import EMULATED, Device, computes, emulated, native
+from halfstep.core.devices import EMULATED, Device, computes, native
 from halfstep.core.errors import DeviceError
 from halfstep.core.formats import BF16, E4M3, FP16, FP32, Format, parse
 from halfstep.core.host import apple_generation, describe_cpu, sysctl
@@ -83,10 +83,8 @@ def describe(device: torch.device | str) -> Device:
             )
 
 
-def supported(fmt: Format, device: torch.device | str, *, emulate: bool = False) -> Support:
+def supported(fmt: Format, device: torch.device | str) -> Support:
     """Whether torch computes in the format on the device, and why (not)."""
-    if emulate:
-        return emulated(fmt, "tensors")
     device = as_device(device)
     support = answer(fmt, describe(device))
     if device.type in STANDS_FOR:

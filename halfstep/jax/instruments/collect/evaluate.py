@@ -35,7 +35,7 @@ _SMALLEST_NORMAL = 2.0**-14
 _OVERFLOW, _BEFORE, _UNDERFLOW, _AMAX, _COUNT = range(5)
 
 
-def evaluated(graph: Graph) -> Callable[..., tuple[list[Any], list[Any]]]:
+def evaluator(graph: Graph) -> Callable[..., tuple[list[Any], list[Any]]]:
     """Returns a function of the graph's inputs that returns its outputs, and numbers of each narrow operation."""
 
     def run(*arrays: Any) -> tuple[list[Any], list[Any]]:
@@ -58,7 +58,7 @@ def evaluated(graph: Graph) -> Callable[..., tuple[list[Any], list[Any]]]:
 
 def _scan(node: Node, taken: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     first, count = parts_of_scan(node.eqn)
-    last, body = first + count, evaluated(node.bodies[0])
+    last, body = first + count, evaluator(node.bodies[0])
 
     def turn(carry: list[Any], parts: list[Any]) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
         out, numbers = body(*taken[:first], *carry, *parts)

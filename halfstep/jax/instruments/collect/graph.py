@@ -135,11 +135,11 @@ def graph_of(closed: Any, names: Sequence[str | None]) -> Graph:
 
 def _graph(jaxpr: Any, consts: Sequence[Any], inputs: list[Value], around: tuple[Any, ...]) -> Graph:
     graph = Graph(inputs)
-    graph.outputs = _opened(graph, jaxpr, consts, inputs, around)
+    graph.outputs = _add_equations(graph, jaxpr, consts, inputs, around)
     return graph
 
 
-def _opened(
+def _add_equations(
     graph: Graph, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Value], around: tuple[Any, ...]
 ) -> list[Value]:
     """Adds the equations of a jaxpr to a graph; returns its outputs."""
@@ -149,7 +149,7 @@ def _opened(
     def equation(eqn: Any, taken: list[Value]) -> list[Value]:
         if eqn.primitive.name in _OPENED:
             [(inner, own)] = functions_of(eqn)
-            return _opened(graph, inner, own, taken, (*around, eqn))
+            return _add_equations(graph, inner, own, taken, (*around, eqn))
         node = Node(eqn, jaxpr, taken, around=around)
         node.outputs = [Value(var.aval, made_by=node, before=taken) for var in eqn.outvars]
         for value in taken:

@@ -16,7 +16,7 @@ from jax import Array
 
 from halfstep.core.audit.record import Operation, Record, Weight, WeightKind
 from halfstep.core.errors import ArgumentError, LossError
-from halfstep.jax.instruments.collect.evaluate import evaluated, incidents
+from halfstep.jax.instruments.collect.evaluate import evaluator, incidents
 from halfstep.jax.instruments.collect.graph import Graph, Names, Value, graph_of
 from halfstep.jax.instruments.collect.operations import format_name, fp32_matmul, operations_of
 from halfstep.jax.instruments.collect.updates import Parameters, Stepper
@@ -61,13 +61,13 @@ def record_of(
     def loss(trained: Mapping[str, Array]) -> Any:
         if prepared is not None:
             return prepared.call(loss_fn, trained, rest)
-        return loss_fn(held.rebuilt(trained), *rest)
+        return loss_fn(held.rebuild(trained), *rest)
 
     graph = _trace(loss, held.trained, loss_scale)
     names, stepper = Names(held.trained), Stepper(optimizer, held, loss_scale)
     record = Record("jax", "jax", updates=steps, policy=None if prepared is None else prepared.policy)
     seen = {_key(each): each for each in operations_of(graph, names)}
-    run = jax.jit(evaluated(graph), compiler_options=COMPILER_OPTIONS)
+    run = jax.jit(evaluator(graph), compiler_options=COMPILER_OPTIONS)
     for _ in range(steps):
         # In the order of their names, not of the pytree.
         (_, value, *grads), numbers = run(*(stepper.values[name] for name in held.trained))

@@ -54,7 +54,7 @@ class Stepper:
         self.values = self.first = dict(params.trained)
         self.counts = {name: UpdateCounts() for name in params.trained}
         self.master = _master(params, self.state)
-        self._step = jax.jit(self._stepped, compiler_options=COMPILER_OPTIONS)
+        self._step = jax.jit(self._try_step, compiler_options=COMPILER_OPTIONS)
         # What the transform may still run in, to tell what it intends; None: in its own formats.
         self.formats: list[Any] = [jnp.float64, jnp.float32, None]
         self._compiled_compare = jax.jit(self._compare, static_argnums=0, compiler_options=COMPILER_OPTIONS)
@@ -100,7 +100,7 @@ class Stepper:
         updates, state = self.optimizer.update(bare(grads), state, bare(values), value=loss)
         return self.params.read(updates), state
 
-    def _stepped(self, grads: Any, state: Any, values: Any, loss: Any) -> tuple[dict[str, Array], Any, Array]:
+    def _try_step(self, grads: Any, state: Any, values: Any, loss: Any) -> tuple[dict[str, Array], Any, Array]:
         updates, state = self._updates(grads, state, values, loss)
         finite = jnp.all(jnp.stack([jnp.isfinite(g).all() for g in grads.values()]))
         return dict(optax.apply_updates(values, updates)), state, finite
@@ -127,11 +127,11 @@ class Stepper:
         intended, _ = self._updates(grads, state, masters, loss)
         without, _ = self._updates(grads, state, jax.tree.map(jnp.zeros_like, masters), loss)
         return {
-            name: self._counted(name, grads[name], masters[name], u, u - without[name], values[name], moved[name])
+            name: self._row(name, grads[name], masters[name], u, u - without[name], values[name], moved[name])
             for name, u in intended.items()
         }
 
-    def _counted(
+    def _row(
         self, name: str, grad: Array, value: Array, update: Array, decay: Array, old: Array, new: Array
     ) -> list[Array]:
         """Returns the fields of UpdateCounts from `elements` to `moved`."""
