@@ -111,12 +111,11 @@ class Layer(Held):
         return copied
 
 
-def check_stream_dtype(x: mx.array, casts: Casts, name: str, streams: frozenset[mx.Dtype] | None = None) -> None:
-    """Refuses an activation in a float dtype that is not in `streams`, by default the layer's own."""
-    allowed = streams if streams is not None else frozenset((casts.compute,))
-    if x.dtype in allowed or not mx.issubdtype(x.dtype, mx.floating):
+def check_stream_dtype(x: mx.array, casts: Casts, name: str, streams: frozenset[mx.Dtype]) -> None:
+    """Refuses an activation in a float dtype that is not in `streams`."""
+    if x.dtype in streams or not mx.issubdtype(x.dtype, mx.floating):
         return
-    stream = casts.compute if casts.compute in allowed else next(iter(allowed))
+    stream = casts.compute if casts.compute in streams else next(iter(streams))
     promoted = x.dtype.size > stream.size
     why = "a cast or an fp32 array widened it upstream" if promoted else "it was cast upstream"
     raise PolicyReachError(

@@ -27,7 +27,6 @@ from halfstep.mlx.layers import (
     linear,
     parameter_to_compute,
     plus,
-    rms_norm,
     rotate,
     round_to_compute,
     times,
@@ -51,7 +50,7 @@ class Decoder(Layer):
         self.lm_head = Head(config)
         self._cos_TK, self._sin_TK = rope_tables(config)
         self.recompute = False  # the backward pass runs blocks again instead of keeping their activations
-        assert {name: tuple(p.shape) for name, p in self.named_parameters()} == parameter_shapes(config)
+        assert {name: p.shape for name, p in self.named_parameters()} == parameter_shapes(config)
 
     def __call__(self, tokens_BT: mx.array) -> mx.array:
         """Returns logits for the token after each, in the head's compute format, before the softcap."""
@@ -145,8 +144,7 @@ class Attention(Layer):
         self.k = CastedLinear(config.width, config.num_kv_heads * head, config.bias)
         self.v = CastedLinear(config.width, config.num_kv_heads * head, config.bias)
         self.value_mix = _maybe(config.value_residual)
-        self.q_norm = HeadNorm(config) if config.qk_norm != "none" else None
-        self.k_norm = HeadNorm(config) if config.qk_norm != "none" else None
+        self.q_norm, self.k_norm = (_head_norm(config) if config.qk_norm != "none" else None for _ in "qk")
         self.q_gain = _maybe(config.q_gain, config.heads)
         self.o = CastedLinear(config.heads * head, config.width, config.bias)
 
@@ -227,18 +225,6 @@ class Head(Matmul):
         )
 
 
-class HeadNorm(Layer):
-    """Root-mean-square normalization of each head's features."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.eps = config.epsilon_of("rms")
-        self.weight = _maybe(config.qk_norm == "gain", config.size_of_head)
-
-    def __call__(self, x_BHTK: mx.array) -> mx.array:
-        return rms_norm(self.check_activation_dtype(x_BHTK), self.weight, self.casts, self.eps)
-
-
 def rope_tables(config: ModelConfig) -> tuple[mx.array, mx.array]:
     """Returns cos and sin of position * base^(-2i/K), twice side by side, in fp32 of angles in fp64."""
     half = config.size_of_head // 2
@@ -264,6 +250,11 @@ def _silu(x: mx.array) -> mx.array:
 
 def _norm(config: ModelConfig) -> Norm:
     return Norm(config.width, config.norm, config.norm_gain, config.bias, config.epsilon_of(config.norm))
+
+
+def _head_norm(config: ModelConfig) -> Norm:
+    """Returns the root-mean-square normalization of each head's features."""
+    return Norm(config.size_of_head, gain=config.qk_norm == "gain", eps=config.epsilon_of("rms"))
 
 
 def _maybe(wanted: bool, *shape: int) -> mx.array | None:

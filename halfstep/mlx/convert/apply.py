@@ -72,7 +72,6 @@ class Applied:
     """What was done to a model: the modules that changed, and how parameters and moments are held."""
 
     policy: Policy
-    modules: int
     masters: dict[str, Param]
     moments: dict[str, Format]
     places: dict[str, Place]  # of the parameters that are trained, by name
@@ -105,28 +104,29 @@ def apply(
     pin_matmuls(mx.default_device())
     by_name = check_policy(model, policy, names)
     places, modules = trainable(model), dict(walk(model))
-    values = policy.resolve([*names_of(model, names), *_loose(places)])
+    values = policy.resolve(_rule_names(modules, places, names))
     originals, changes = _convert(model, modules, policy, by_name, cast_inputs)
     masters: dict[str, Any] = {name: values[place.owner].values["param"] for name, place in places.items()}
     moments: dict[str, Any] = {name: values[place.owner].values["moments"] for name, place in places.items()}
     widened = tuple(n for n, p in places.items() if p.array.dtype != mx.float32 and masters[n].format == FP32)
     remainders = {}
     for name, place in places.items():
-        masters[name] = split_matrices_only(masters[name], place.array)
+        if place.array.ndim < 2:  # gains, biases and scalars are never split
+            masters[name] = replace(masters[name], split=False)
         held, remainder = hold(place.array.astype(mx.float32), masters[name], policy)
         place.put(held)
         if remainder is not None:
             remainders[name] = remainder
     others = {name: place.array for name, place in arrays(model).items() if public(name) and name not in places}
     frozen = tuple(name for name, array in others.items() if mx.issubdtype(array.dtype, mx.floating))
-    return Applied(policy, len(changes), masters, moments, places, remainders, widened, frozen, changes, originals)
+    return Applied(policy, masters, moments, places, remainders, widened, frozen, changes, originals)
 
 
 def check_policy(model: Module, policy: Policy, names: Sequence[str] | None = None) -> dict[str, Precision]:
     """Refuses a policy that a model, or the default device, cannot run; returns the precision of each module."""
     _check_unprepared(model)
     places, modules = trainable(model), dict(walk(model))
-    names = [*names_of(model, names), *_loose(places)]
+    names = _rule_names(modules, places, names)
     policy.resolve(names)  # refuses rules that match nothing
     check_implemented(policy, "mlx", _not_implemented)
     multiplying = [
@@ -152,26 +152,20 @@ def hold(wide: mx.array, param: Param, policy: Policy) -> tuple[mx.array, mx.arr
     return wide.astype(dtype_of(param.format)), None
 
 
-def split_matrices_only(param: Param, array: mx.array) -> Param:
-    """Returns how an array is held: gains, biases and scalars are never split."""
-    return replace(param, split=False) if array.ndim < 2 else param
-
-
-def set_precision(model: Module, policy: Policy, names: Sequence[str] | None = None) -> int:
-    """Sets the formats of each module and leaves the parameters alone; returns how many modules there are."""
-    by_name = precisions(policy, [*names_of(model, names), *_loose(trainable(model))])
+def set_precision(model: Module, policy: Policy, names: Sequence[str] | None = None) -> None:
+    """Sets the formats of each module and leaves the parameters alone."""
+    modules = dict(walk(model))
+    by_name = precisions(policy, _rule_names(modules, trainable(model), names))
     check_supported([base_precision(policy), *by_name.values()])
     streams = _streams(policy, by_name)
-    modules = [(name, module) for name, module in walk(model) if isinstance(module, Layer | Around | Code)]
-    for name, module in modules:
+    for name, module in modules.items():
         precision = by_name[name] if name else base_precision(policy)
         if isinstance(module, Layer):
             module.precision, module.streams = precision, streams
-        else:
+        elif isinstance(module, Around | Code):
             module.halfstep = replace(module.halfstep, casts=casts_of(precision), streams=streams)
     if isinstance(model, Whole):
         model.halfstep_model = _borders(policy, model.halfstep_model.cast_inputs)
-    return len(modules)
 
 
 def restore(converted: Applied) -> None:
@@ -189,9 +183,10 @@ def check_supported(wanted: Sequence[Precision]) -> None:
     check_formats(wanted, "MLX", str(device.type).rpartition(".")[2], lambda fmt: supported(fmt, device), NATIVE)
 
 
-def names_of(model: Module, names: Sequence[str] | None) -> list[str]:
-    """Returns the names that rules may match, except those of arrays that the model itself holds."""
-    return list(names) if names is not None else [name for name, _ in walk(model) if name]
+def _rule_names(modules: dict[str, Module], places: dict[str, Place], names: Sequence[str] | None) -> list[str]:
+    """Returns what rules may match: modules, those of `names` if given, and parameters of the model itself."""
+    loose = [name for name, place in places.items() if place.owner == name]
+    return [*(filter(None, modules) if names is None else names), *loose]
 
 
 def _check_unprepared(model: Module) -> None:
@@ -201,11 +196,6 @@ def _check_unprepared(model: Module) -> None:
                 f"the model has a policy already: `{name or type(module).__name__}` casts",
                 hint="run.unprepare() restores the model",
             )
-
-
-def _loose(places: dict[str, Place]) -> list[str]:
-    """Returns the parameters that the model itself holds: rules match their own names."""
-    return [name for name, place in places.items() if place.owner == name]
 
 
 def _not_implemented(role: str, value: Value) -> str:
@@ -234,28 +224,29 @@ def _convert(
                 f"softmax={precision.softmax} does not reach `{name}`: nn.MultiHeadAttention computes it in fp32",
                 hint=f"add the rule `{name}: softmax=fp32`",
             )
-    originals, changes = [], []
+    originals: list[tuple[Module, type, dict[str, Any]]] = []
+    changes = []
+
+    def convert(module: Module, kind: type) -> None:
+        before = {key: module.__dict__[key] for key in _ATTRIBUTES if key in module.__dict__}
+        originals.append((module, type(module), before))
+        module.__class__ = kind if issubclass(kind, Layer) else _mixed(kind, type(module))
+
     reach_functions()
     for name, module, kind, precision in plans:
         written_by_mlx = type(module).__module__.startswith("mlx.") and not module.children()
         if kind is None and (module is model or written_by_mlx):
             continue
-        kind = kind or Code
-        saved = {key: module.__dict__[key] for key in _ATTRIBUTES if key in module.__dict__}
         role = ISLANDS.get(type(module), "")
-        originals.append((module, type(module), saved))
-        if kind is not Code:
+        if kind is not None:
             changes.append(Change(name, type(module).__name__, _form(role, kind, precision)))
-        if issubclass(kind, Layer):
-            module.__class__ = kind
+        convert(module, kind or Code)
+        if isinstance(module, Layer):
             module.precision, module.name, module.streams = precision, name, streams
         else:
-            module.__class__ = _mixed(kind, type(module))
             module.halfstep = Setting(name or "the model", casts_of(precision), streams, role)
     if not isinstance(model, Layer) or type(model) in KINDS.values():
-        saved = {key: model.__dict__[key] for key in _ATTRIBUTES if key in model.__dict__}
-        originals.append((model, type(model), saved))
-        model.__class__ = _mixed(Whole, type(model))
+        convert(model, Whole)
         model.halfstep_model = _borders(policy, cast_inputs)
     return originals, tuple(changes)
 

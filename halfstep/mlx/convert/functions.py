@@ -19,7 +19,6 @@ the dtype of its inputs. halfstep's own layers (layers.py) do not pass through h
 import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
-from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -29,7 +28,7 @@ from mlx.nn.layers import activations
 from halfstep.core.errors import PolicyReachError
 from halfstep.core.formats import FP32
 from halfstep.mlx.convert.promotion import promotions
-from halfstep.mlx.convert.scope import NARROW, Scope, current, enter_scope, map_floats, note
+from halfstep.mlx.convert.scope import NARROW, Scope, current, enter_scope, map_floats, note, replace_functions
 from halfstep.mlx.layers import exit_island, to_compute, to_island
 from halfstep.mlx.numerics.dtypes import dtype_of
 from halfstep.mlx.numerics.lowering import Casts
@@ -41,19 +40,9 @@ _SEARCHED: set[str] = set()  # modules whose names were replaced: what is import
 
 def reach_functions() -> None:
     """Puts the wrappers into mlx, and into every module of this process that has imported functions by name."""
-    for name, module in list(sys.modules.items()):
-        if name not in _SEARCHED and not name.startswith("halfstep."):
-            _SEARCHED.add(name)
-            _replace(module)
-    for place in (mx.fast, mx.array):
-        _replace(place)
-
-
-def _replace(place: Any) -> None:
-    for name, value in list(vars(place).items()) if isinstance(place, ModuleType | type) else ():
-        wrapper = _WRAPPERS.get(id(value))
-        if wrapper is not None:
-            setattr(place, name, wrapper)
+    found = {name: module for name, module in list(sys.modules.items()) if not name.startswith("halfstep.")}
+    replace_functions([*(found[name] for name in found.keys() - _SEARCHED), mx.fast, mx.array], _WRAPPERS)
+    _SEARCHED.update(found)
 
 
 def _island(function: Call, role: str, args: Any, kwargs: Any, casts: Casts) -> Any:

@@ -1,8 +1,12 @@
-"""What functions in a model's own code compute in: a scope around the code of a module or a loss function."""
+"""What functions in a model's own code compute in: a scope around the code of a module or a loss function.
 
-from collections.abc import Callable, Iterator
+MLX has no hooks: a function is replaced under every name that a module or a class has for it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
@@ -62,6 +66,30 @@ def note(function: str, why: str, *, reached: bool = True) -> None:
     """Shows a call to a watcher, if there is one."""
     if (watch := _WATCH.get()) is not None:
         watch(function, current().module, "covered" if reached else "unchanged", why)
+
+
+def replace_functions(places: Iterable[Any], wrappers: Mapping[int, Any]) -> list[tuple[Any, str, Any]]:
+    """Puts wrappers, by the id of what they wrap, into modules and classes; returns what was where."""
+    replaced = [
+        (place, name, value)
+        for place in places
+        for name, value in (list(vars(place).items()) if isinstance(place, ModuleType | type) else ())
+        if id(value) in wrappers
+    ]
+    for place, name, value in replaced:
+        setattr(place, name, wrappers[id(value)])
+    return replaced
+
+
+@contextmanager
+def functions_replaced(places: Iterable[Any], wrappers: Mapping[int, Any]) -> Iterator[None]:
+    """Replaces functions inside, and restores them after."""
+    replaced = replace_functions(places, wrappers)
+    try:
+        yield
+    finally:
+        for place, name, function in replaced:
+            setattr(place, name, function)
 
 
 def map_floats(fn: Callable[[mx.array], mx.array], tree: Any) -> Any:

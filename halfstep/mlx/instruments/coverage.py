@@ -6,17 +6,17 @@ that lose precision: sums, exponentials and the like of narrow numbers, such as 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, Literal
 
 import mlx.core as mx
 
 from halfstep.core.audit.coverage import Coverage, Row
-from halfstep.mlx.convert.scope import NARROW, current, note, watching
+from halfstep.mlx.convert.scope import NARROW, current, functions_replaced, note, watching
 
-_SENSITIVE = "mean sum var std rsqrt exp log cumsum prod logaddexp"
+# Functions that lose accuracy in narrow formats and belong to no role.
+_SENSITIVE = ["mean", "sum", "var", "std", "rsqrt", "exp", "log", "cumsum", "prod", "logaddexp"]
 
 
 def record(replay: Callable[[Any], Any], loss_fn: Callable[[Any, Any], Any]) -> Coverage:
@@ -27,29 +27,17 @@ def record(replay: Callable[[Any], Any], loss_fn: Callable[[Any, Any], Any]) -> 
         counts[Row(function, module or "the loss function", how, why)] += 1
 
     def watched(model: Any, batch: Any) -> Any:
-        with watching(watch), _sensitive_functions():
+        wrappers = {
+            id(function): _noted(function, name)
+            for place in (mx, mx.array)
+            for name, function in vars(place).items()
+            if name in _SENSITIVE
+        }
+        with watching(watch), functions_replaced((mx, mx.array), wrappers):
             return loss_fn(model, batch)
 
     replay(watched)
     return Coverage(tuple(row._replace(calls=calls) for row, calls in counts.items()))
-
-
-@contextmanager
-def _sensitive_functions() -> Iterator[None]:
-    """Notes functions that lose accuracy in narrow formats and belong to no role."""
-    replaced = [
-        (place, name, vars(place)[name])
-        for place in (mx, mx.array)
-        for name in _SENSITIVE.split()
-        if name in vars(place)
-    ]
-    try:
-        for place, name, function in replaced:
-            setattr(place, name, _noted(function, name))
-        yield
-    finally:
-        for place, name, function in replaced:
-            setattr(place, name, function)
 
 
 def _noted(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -34,7 +34,6 @@ from halfstep.mlx.instruments.collect.updates import UpdateNumbers
 from halfstep.mlx.instruments.recording import Numbers, Recorder, Seen, show
 from halfstep.mlx.layers import Layer, Matmul, Norm
 from halfstep.mlx.model import Embedding as Table
-from halfstep.mlx.model import HeadNorm
 from halfstep.mlx.numerics.cast import scale_for
 
 SAMPLE = 65_536  # elements of each tensor that a sample looks at, in whole rows
@@ -202,7 +201,7 @@ def layer_kind(module: Module) -> str:
     """Returns what a layer is; empty for what is not watched: blocks, and what has neither weights nor a role."""
     if isinstance(module, Matmul):
         return "matmul"
-    if isinstance(module, Norm | HeadNorm | RMSNorm | LayerNorm):
+    if isinstance(module, Norm | RMSNorm | LayerNorm):
         return "norm"
     if isinstance(module, Embedding | Table):
         return "embedding"

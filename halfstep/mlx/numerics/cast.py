@@ -74,27 +74,18 @@ def scale_for(amax: mx.array, fmt: Format) -> mx.array:
     return shared.power_of_two(ARRAYS, *scale)  # type: ignore[no-any-return]
 
 
-def quantize_scaled(
-    x: mx.array,
-    operand: Operand,
-    *,
-    amax: mx.array | None = None,
-    overflow: Overflow = "saturate",
-    rounding: Rounding = "nearest-even",
-    bits: mx.array | None = None,
-) -> tuple[mx.array, mx.array]:
+def quantize_scaled(x: mx.array, operand: Operand, *, amax: mx.array | None = None) -> tuple[mx.array, mx.array]:
     """Returns a matmul operand in a narrow format, carried in fp32, and the inv_scale that undoes its scale.
 
     There is one scale per array, or per row along the last dimension. `amax` is that of `x` unless given;
-    `delayed` operands require it, and what is larger overflows by the rule.
+    `delayed` operands require it, and what is larger saturates.
     """
     check_amax(operand, given=amax is not None)
     hp = _as_fp32(x, operand.format)
     if amax is None:
         amax = amax_of(hp, operand)
     scale = scale_for(amax, operand.format)
-    lp = quantize(hp * scale, operand.format, overflow=overflow, rounding=rounding, bits=bits)
-    return lp, 1.0 / scale
+    return quantize(hp * scale, operand.format, overflow="saturate"), 1.0 / scale
 
 
 def amax_of(x: mx.array, operand: Operand) -> mx.array:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from os import environ
-from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -29,6 +28,7 @@ from mlx.nn.layers.base import Module
 
 from halfstep.core.audit.record import Operation, OperationKind
 from halfstep.mlx.convert.places import walk
+from halfstep.mlx.convert.scope import functions_replaced
 from halfstep.mlx.numerics.dtypes import DTYPES
 
 _ROUTER = re.compile(r"router|(^|\.)(gate|gating|wg)$")
@@ -86,20 +86,19 @@ def watching(model: Module, loss_fn: Any) -> Iterator[Watcher]:
     watcher = Watcher()
     classes = [(module, type(module)) for _, module in walk(model)]
     codes = {type(module).__module__ for module, _ in classes} | {getattr(loss_fn, "__module__", "")}
-    replaced = _replace_functions(watcher, codes)
+    places = [mx, mx.fast, mx.array, mlx.nn, losses, activations, *map(sys.modules.get, codes)]
     for name, module in walk(model):
         module.__class__ = _named(type(module), name, watcher)
     compiles = not environ.get("MLX_DISABLE_COMPILE")
     mx.disable_compile()
     try:
-        yield watcher
+        with functions_replaced(places, _wrappers(watcher)):
+            yield watcher
     finally:
         if compiles:
             mx.enable_compile()
         for module, own in classes:
             module.__class__ = own
-        for place, name, function in replaced:
-            setattr(place, name, function)
 
 
 def _named(own: type, name: str, watcher: Watcher) -> type:
@@ -144,20 +143,10 @@ def _look_at(watcher: Watcher, where: Where, kind: str, args: tuple[Any, ...], y
 # --- functions
 
 
-def _replace_functions(watcher: Watcher, modules: set[str]) -> list[tuple[Any, str, Any]]:
-    """Puts the functions that watch in the place of others; returns what was where."""
-    wrappers: dict[int, Any] = {}
-    for holder, names, kind in _FUNCTIONS:
-        for name in names:
-            if (function := vars(holder).get(name)) is not None:
-                wrappers[id(function)] = _watched(watcher, function, name, kind)
-    replaced = []
-    for place in [mx, mx.fast, mx.array, mlx.nn, losses, activations, *map(sys.modules.get, modules)]:
-        for name, value in list(vars(place).items()) if isinstance(place, ModuleType | type) else ():
-            if id(value) in wrappers:
-                replaced.append((place, name, value))
-                setattr(place, name, wrappers[id(value)])
-    return replaced
+def _wrappers(watcher: Watcher) -> dict[int, Any]:
+    """Returns the functions that watch, by the id of those that they watch."""
+    found = [(vars(place).get(name), name, kind) for place, names, kind in _FUNCTIONS for name in names]
+    return {id(function): _watched(watcher, function, name, kind) for function, name, kind in found if function}
 
 
 def _watched(watcher: Watcher, function: Any, name: str, kind: str) -> Callable[..., Any]:
