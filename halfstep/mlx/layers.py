@@ -16,7 +16,6 @@ prepared model is kept from it (convert/promotion.py); a layer that knows the dt
 (`Layer.streams`) refuses any other (`check_stream_dtype`).
 """
 
-from copy import deepcopy
 from functools import cache
 from typing import Any, cast
 
@@ -79,13 +78,20 @@ class Held(Module):
         return tree if self.halfstep_masters is None else self.halfstep_masters.join_halves(tree)
 
 
+class Streams(frozenset[mx.Dtype]):
+    """The dtypes that activations may arrive in."""
+
+    def __deepcopy__(self, _: dict[int, Any]) -> "Streams":
+        return self  # MLX's dtypes cannot be copied
+
+
 class Layer(Held):
     """A module with its own precision; fp32 until a policy is applied."""
 
     casts: Casts = casts_of(Precision())
     named: Format | None = None  # the format that it was built with, if one was named
     name: str = ""  # the qualified name, for messages, once the module is in a prepared model
-    streams: frozenset[mx.Dtype] | None = None  # the dtypes activations may arrive in; None allows any
+    streams: Streams | None = None  # the dtypes activations may arrive in; None allows any
 
     @property
     def precision(self) -> Precision:
@@ -102,16 +108,8 @@ class Layer(Held):
             check_stream_dtype(x, self.casts, self.name or type(self).__name__, self.streams)
         return x
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Layer":
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        for key, value in self.__dict__.items():  # MLX's dtypes cannot be copied
-            copied.__dict__[key] = value if key == "streams" else deepcopy(value, memo)
-        dict.update(copied, {key: deepcopy(value, memo) for key, value in self.items()})
-        return copied
 
-
-def check_stream_dtype(x: mx.array, casts: Casts, name: str, streams: frozenset[mx.Dtype]) -> None:
+def check_stream_dtype(x: mx.array, casts: Casts, name: str, streams: Streams) -> None:
     """Refuses an activation in a float dtype that is not in `streams`."""
     if x.dtype in streams or not mx.issubdtype(x.dtype, mx.floating):
         return

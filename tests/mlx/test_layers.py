@@ -17,6 +17,7 @@ from halfstep.mlx.convert.apply import apply
 from halfstep.mlx.layers import (
     CastedLinear,
     Norm,
+    Streams,
     attention,
     check_stream_dtype,
     embedding,
@@ -175,7 +176,7 @@ def test_parameters_are_what_the_layer_has():
 
 def test_a_layer_is_copied_with_its_precision():
     layer = CastedLinear(8, 4)
-    layer.precision, layer.streams = NATIVE.precision, frozenset({mx.bfloat16})
+    layer.precision, layer.streams = NATIVE.precision, Streams({mx.bfloat16})
     made = copy.deepcopy([layer])[0]
     assert made.precision == NATIVE.precision
     assert made.streams == layer.streams
@@ -198,7 +199,7 @@ def test_an_fp32_array_that_promotes_the_stream_is_an_error_of_layers_and_norms(
     layer.precision = NATIVE.precision
     x = draw(3, 8).astype(mx.bfloat16)
     assert layer(x * mx.array(0.5)).dtype == mx.bfloat16  # without streams it casts any input
-    layer.name, layer.streams = "blocks.0.attn.q", frozenset({mx.bfloat16})
+    layer.name, layer.streams = "blocks.0.attn.q", Streams({mx.bfloat16})
     assert layer(x * 0.5).dtype == mx.bfloat16
     with pytest.raises(PolicyError) as caught:
         layer(x * mx.array(0.5))
@@ -209,14 +210,14 @@ def test_an_fp32_array_that_promotes_the_stream_is_an_error_of_layers_and_norms(
     assert "Python number" in caught.value.hint
     assert ".astype(mx.bfloat16)" in caught.value.hint
     norm = Norm(8)
-    norm.precision, norm.streams = NATIVE.precision, frozenset({mx.bfloat16})
+    norm.precision, norm.streams = NATIVE.precision, Streams({mx.bfloat16})
     with pytest.raises(PolicyError, match="`Norm` got a float32 activation"):
         norm(draw(3, 8))
 
 
 def test_what_the_model_has_elsewhere_is_let_through():
     """A head in fp32 under bf16: its stream is fp32, and both are the model's."""
-    narrow, wide = frozenset({mx.bfloat16}), frozenset({mx.float32})
+    narrow, wide = Streams({mx.bfloat16}), Streams({mx.float32})
     check_stream_dtype(draw(3), NATIVE, "a", narrow | wide)
     check_stream_dtype(mx.array([1, 2]), NATIVE, "a", narrow)  # integers are not activations
     check_stream_dtype(draw(3).astype(mx.bfloat16), NATIVE, "a", narrow)

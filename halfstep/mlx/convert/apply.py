@@ -47,10 +47,10 @@ from halfstep.mlx.convert.modules import (
     RMSNorm,
     Setting,
     Whole,
-    own_arrays,
+    parameters_of,
 )
 from halfstep.mlx.convert.places import Place, arrays, public, trainable, walk
-from halfstep.mlx.layers import Layer, Matmul
+from halfstep.mlx.layers import Layer, Matmul, Streams
 from halfstep.mlx.numerics.cast import carried, split
 from halfstep.mlx.numerics.dtypes import dtype_of, pin_matmuls, supported
 from halfstep.mlx.numerics.lowering import NATIVE, casts_of
@@ -208,8 +208,8 @@ def _not_implemented(role: str, value: Value) -> str:
     return ""
 
 
-def _streams(policy: Policy, by_name: dict[str, Precision]) -> frozenset[mx.Dtype]:
-    return frozenset(casts_of(precision).compute for precision in (base_precision(policy), *by_name.values()))
+def _streams(policy: Policy, by_name: dict[str, Precision]) -> Streams:
+    return Streams(casts_of(precision).compute for precision in (base_precision(policy), *by_name.values()))
 
 
 def _convert(
@@ -266,7 +266,7 @@ def _kind(module: Module) -> type | None:
         return type(module)
     if type(module) in KINDS:
         return KINDS[type(module)]
-    return Around if type(module) in ISLANDS or any(own_arrays(module)) else None
+    return Around if type(module) in ISLANDS or parameters_of(module) else None
 
 
 def _form(role: str, kind: type, precision: Precision) -> str:

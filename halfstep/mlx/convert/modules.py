@@ -6,7 +6,6 @@ mixed into the class of any other module that holds arrays, `Code` into that of 
 `Whole` into that of the model itself.
 """
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,11 +17,13 @@ from mlx.nn.layers import linear as linears
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
+from halfstep.mlx.convert.places import own_arrays
 from halfstep.mlx.convert.scope import map_floats, scope
 from halfstep.mlx.layers import (
     Held,
     Layer,
     Matmul,
+    Streams,
     cast_input,
     check_stream_dtype,
     embedding,
@@ -116,17 +117,23 @@ def _inside_and_out(norm: Layer) -> str:
     return f"{norm.precision.norm} inside, {norm.precision.compute} out"
 
 
+def parameters_of(module: Module) -> list[tuple[Any, Any]]:
+    """Returns (container, key) of the floating arrays that a module holds itself, without private ones."""
+    return [
+        (container, key)
+        for _, container, key in own_arrays(module)
+        if mx.issubdtype(container[key].dtype, mx.floating) and not str(key).startswith("_")
+    ]
+
+
 @dataclass(frozen=True)
 class Setting:
     """What `Around` knows of its module."""
 
     name: str
     casts: Casts
-    streams: frozenset[mx.Dtype]
+    streams: Streams
     role: str  # of an island; empty elsewhere
-
-    def __deepcopy__(self, _: dict[int, Any]) -> "Setting":
-        return self  # frozen, and MLX's dtypes cannot be copied
 
     @property
     def casts_inside(self) -> Casts:
@@ -152,7 +159,7 @@ class Around(Held):
             if setting.role != "rope" and args and isinstance(args[0], mx.array):
                 check_stream_dtype(args[0], setting.casts, setting.name, setting.streams)
             args, kwargs = map_floats(lambda x: cast_input(x, inside), (args, kwargs))
-        held = [(container, key, container[key]) for container, key in own_arrays(self)]
+        held = [(container, key, container[key]) for container, key in parameters_of(self)]
         cast = [to_compute(with_weight_grad_format(array, setting.casts), inside) for _, _, array in held]
         for (container, key, _), array in zip(held, cast, strict=True):
             container[key] = array
@@ -204,18 +211,3 @@ class Whole(Held):
         with scope(borders.inputs, "the model"), whole:
             y = super().__call__(*args, **kwargs)
         return map_floats(lambda x: to_compute(x, borders.outputs), y)
-
-
-def own_arrays(module: Module) -> Iterator[tuple[Any, Any]]:
-    """Yields (container, key) of the floating arrays a module holds itself, except names with an underscore."""
-
-    def visit(container: Any) -> Iterator[tuple[Any, Any]]:
-        items = container.items() if isinstance(container, dict) else enumerate(container)
-        for key, value in list(items):
-            if isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating):
-                if not str(key).startswith("_"):
-                    yield container, key
-            elif isinstance(value, dict | list) and not isinstance(value, Module):
-                yield from visit(value)
-
-    return visit(module)

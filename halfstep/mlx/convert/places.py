@@ -45,25 +45,24 @@ def walk(model: Module) -> Iterator[tuple[str, Module]]:
     yield from visit("", model)
 
 
+def own_arrays(held: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yields (dotted name, container, key) of every array that a module, or a dict or list, holds itself."""
+    for key, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
+        path = f"{name}.{key}" if name else str(key)
+        if isinstance(value, mx.array):
+            yield path, held, key
+        elif isinstance(value, dict | list) and not isinstance(value, Module):
+            yield from own_arrays(value, path)
+
+
 def arrays(model: dict[str, Any]) -> dict[str, Place]:
     """Returns the place of every array of a model, or of an optimizer's state, by its dotted name."""
-    places: dict[str, Place] = {}
-
-    def visit(name: str, owner: str, module: Any, container: Any) -> None:
-        items = container.items() if isinstance(container, dict) else enumerate(container)
-        for key, value in items:
-            path = f"{name}.{key}" if name else str(key)
-            if isinstance(value, mx.array):
-                places[path] = Place(container, key, owner or path, module)
-            elif isinstance(value, dict | list) and not isinstance(value, Module):
-                visit(path, owner, module, value)
-
-    if not isinstance(model, Module):
-        visit("", "", None, model)
-        return places
-    for name, module in walk(model):
-        visit(name, name, module, module)
-    return places
+    modules = walk(model) if isinstance(model, Module) else [("", None)]
+    return {
+        path: Place(container, key, name or path, module)
+        for name, module in modules
+        for path, container, key in own_arrays(model if module is None else module, name)
+    }
 
 
 def trainable(model: Module) -> dict[str, Place]:
