@@ -19,10 +19,10 @@ from halfstep.core.errors import (
     UnsupportedRoleError,
     UnsupportedTransformError,
 )
-from halfstep.core.formats import TF32, Format
+from halfstep.core.formats import FP32, TF32, Format
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision
-from halfstep.core.roles import Operand, Value, is_narrow, print_value
+from halfstep.core.roles import Accumulator, Operand, Value, is_narrow, print_value
 
 EMULATE = "add `emulate=true` to the policy: casts bit for bit, matmuls in fp32"
 
@@ -31,9 +31,6 @@ NARROW_ONCE = (
     "a matmul with narrow operands",
     "leave the fp8 rule out where you need this: `bf16-mixed` has the same masters and activations",
 )
-
-# (role, value) -> what to write instead of a value that is not implemented; empty if it is
-Missing = Callable[[str, Value], str]
 
 
 def check_numbers(*, clip_norm: Any = 0.0, seed: Any = 0, tokens: Any = 1, slice: Any = 1, every: Any = 1) -> None:
@@ -49,8 +46,19 @@ def check_numbers(*, clip_norm: Any = 0.0, seed: Any = 0, tokens: Any = 1, slice
             raise ArgumentError(f"{name}={value!r}: {rule}", hint=hint)
 
 
-def check_implemented(policy: Policy, backend: str, missing: Missing) -> None:
-    """Refuses values that the grammar has and the backend lacks."""
+def check_implemented(policy: Policy, backend: str, without_delayed: Callable[[Operand], str]) -> None:
+    """Refuses values that the grammar has and JAX or MLX lacks, with what to write instead.
+
+    `without_delayed` says that of a delayed operand; it is empty if the backend has this one.
+    """
+
+    def missing(role: str, value: Value) -> str:
+        if role == "reduce" and value != FP32:
+            return "`reduce=fp32`: gradients travel in fp32"
+        if isinstance(value, Operand) and value.amax == "delayed":
+            return without_delayed(value)
+        return "matmuls sum in fp32" if isinstance(value, Accumulator) and value.fast else ""
+
     for changes in (policy.roles(), *(dict(rule.changes) for rule in policy.rules)):
         for role, value in changes.items():
             # Under emulation nothing is measured: what would be narrow if it is faster is always narrow.

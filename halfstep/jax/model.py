@@ -12,11 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
-from numpy.typing import NDArray
 
 from halfstep.config.model import ModelConfig, module_names, parameter_shapes
+from halfstep.config.model import rope_tables as rope_tables
 from halfstep.config.weights import Weights
 from halfstep.core.choice.layers import Measured
 from halfstep.core.policy import Policy
@@ -250,14 +249,6 @@ class Head(Layer):
     def __call__(self, params: Params, x_BTD: Array, embed: Embedding) -> Array:
         weight = embed.parameter(params, "weight") if self.tied else self.parameter(params, "weight")
         return linear(x_BTD, weight, None, self.casts, amaxes=params.get(f"{PREFIX}{self.name}"))
-
-
-def rope_tables(config: ModelConfig) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Returns cos and sin of position * base^(-2i/K), twice side by side, in fp32 of angles in fp64, in numpy."""
-    half = config.size_of_head // 2
-    rates = config.rope_base ** -(np.arange(half, dtype=np.float64) / half)
-    angles = np.tile(np.outer(np.arange(config.context, dtype=np.float64), rates), (1, 2))
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
 def _relu2(x: Array) -> Array:

@@ -88,6 +88,7 @@ class Streams(frozenset[mx.Dtype]):
 class Layer(Held):
     """A module with its own precision; fp32 until a policy is applied."""
 
+    shown = ""  # what printing the module says of it (m) and of its precision (p)
     casts: Casts = casts_of(Precision())
     named: Format | None = None  # the format that it was built with, if one was named
     name: str = ""  # the qualified name, for messages, once the module is in a prepared model
@@ -101,6 +102,11 @@ class Layer(Held):
     @precision.setter
     def precision(self, precision: Precision) -> None:
         self.casts = casts_of(precision)
+
+    def _extra_repr(self) -> str:
+        emulated = " emulated" if self.precision.emulate else ""
+        shown = self.shown.format(m=self, p=self.precision, emulated=emulated)
+        return ", ".join(filter(None, [super()._extra_repr(), shown]))
 
     def check_activation_dtype(self, x: mx.array) -> mx.array:
         """Returns the activation, or refuses a dtype that the model's stream does not have."""
@@ -248,6 +254,7 @@ class CastedLinear(Matmul):
     """
 
     casts = _FROM_INPUT
+    shown = "{p.operand.format} operands{emulated}"
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False, compute: str | mx.Dtype | None = None):
         super().__init__()
@@ -266,14 +273,14 @@ class CastedLinear(Matmul):
         outputs, inputs = self.weight.shape
         if self.casts is None:
             return f"{inputs} -> {outputs}, in the format of its input"
-        form = " emulated" if self.precision.emulate else ""
-        return f"{inputs} -> {outputs}, {self.precision.operand.format} operands{form}"
+        return f"{inputs} -> {outputs}, {super()._extra_repr()}"
 
 
 class Norm(Layer):
     """Root-mean-square or layer normalization, an island; without a policy its result has its input's format."""
 
     casts = _FROM_INPUT
+    shown = "{m.kind}, {p.norm} inside, {p.compute} out"
 
     def __init__(
         self, width: int, kind: str = "rms", gain: bool = True, bias: bool = False, eps: float | None = None
@@ -293,7 +300,7 @@ class Norm(Layer):
     def _extra_repr(self) -> str:
         if self.casts is None:
             return f"{self.kind}, {FP32} inside, out in the format of its input"
-        return f"{self.kind}, {self.precision.norm} inside, {self.precision.compute} out"
+        return super()._extra_repr()
 
 
 def to_island(x: Any, dtype: mx.Dtype, fmt: Format, casts: Casts) -> Any:

@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterator
 
 import mlx.core as mx
-import numpy as np
 from mlx.nn.utils import checkpoint
 from mlx.utils import tree_flatten, tree_unflatten
 
+from halfstep.config import model
 from halfstep.config.model import ModelConfig, module_names, parameter_shapes
 from halfstep.config.weights import Weights
 from halfstep.mlx.layers import (
@@ -226,11 +226,9 @@ class Head(Matmul):
 
 
 def rope_tables(config: ModelConfig) -> tuple[mx.array, mx.array]:
-    """Returns cos and sin of position * base^(-2i/K), twice side by side, in fp32 of angles in fp64."""
-    half = config.size_of_head // 2
-    rates = config.rope_base ** -(np.arange(half) / half)
-    angles = np.tile(np.outer(np.arange(config.context), rates), (1, 2))
-    return mx.array(np.cos(angles).astype(np.float32)), mx.array(np.sin(angles).astype(np.float32))
+    """Returns cos and sin of the angle of each position (config.model)."""
+    cos_TK, sin_TK = map(mx.array, model.rope_tables(config))
+    return cos_TK, sin_TK
 
 
 def _gelu(x: mx.array) -> mx.array:

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from halfstep.config.model import owner
 from halfstep.core.choice.layers import NO_LAYERS, Measured
 from halfstep.core.errors import UnsupportedModelError
-from halfstep.core.formats import BF16, FP32, Format
+from halfstep.core.formats import BF16, Format
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions
 from halfstep.core.refusal import check_formats, check_implemented, check_reach
-from halfstep.core.roles import Accumulator, Operand, Param, Value
+from halfstep.core.roles import Operand, Param
 from halfstep.jax.numerics.dtypes import default_device, supported
 from halfstep.jax.numerics.lowering import NATIVE
 from halfstep.jax.pytree import NamedTree
@@ -69,7 +69,7 @@ def apply(params: Any, policy: Policy, names: Sequence[str] = (), measured: Meas
     for form in (policy, policy.evaluation()):
         wanted = [base_precision(form), *precisions(form, modules).values()]
         check_formats(wanted, "JAX", str(device), lambda fmt: supported(fmt, device), NATIVE)
-    check_implemented(policy, "jax", _not_implemented)
+    check_implemented(policy, "jax", _without_delayed)
     masters = {}
     for name, leaf in leaves.trained.items():
         param = cast(Param, values[owner(name)].values["param"])
@@ -110,14 +110,11 @@ def find_halves(policy: Policy, masters: Mapping[str, Param], modules: Sequence[
     return frozenset(n for n, param in masters.items() if param.split and by_module[owner(n)].compute == BF16)
 
 
-def _not_implemented(role: str, value: Value) -> str:
-    if role == "reduce" and value != FP32:
-        return "`reduce=fp32`: gradients travel in fp32"
-    if isinstance(value, Operand) and value.amax == "delayed" and value.granularity == "row":
-        return f"a row of activations is a token: `{value.format}:row`, or `{value.format}:delayed`"
-    if isinstance(value, Accumulator) and value.fast:
-        return "matmuls sum in fp32"
-    return ""
+def _without_delayed(operand: Operand) -> str:
+    is_row = operand.granularity == "row"
+    return (
+        f"a row of activations is a token: `{operand.format}:row`, or `{operand.format}:delayed`" if is_row else ""
+    )
 
 
 class Leaves(NamedTree):

@@ -6,7 +6,7 @@ to transforms that take it. None knows of skipped steps: the step restores its w
 applied updates.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,15 +18,13 @@ from jax import Array, lax
 from halfstep.config.groups import NEWTON_SCHULZ, moments, parameter_groups
 from halfstep.config.model import ModelConfig
 from halfstep.config.run import OptimizerConfig
+from halfstep.config.session import Schedule
 from halfstep.core.errors import OptimizerParametersError
 from halfstep.core.formats import FP32, TF32, Format, parse
 from halfstep.core.policy import Policy
 from halfstep.jax.numerics.cast import carried
 from halfstep.jax.numerics.lowering import carrier_of
 from halfstep.jax.pytree import NamedTree
-
-# (updates applied so far, array namespace) -> what the learning rates are multiplied by, on the device
-Schedule = Callable[[Any, Any], Any]
 
 
 class MuonState(NamedTuple):

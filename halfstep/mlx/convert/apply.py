@@ -32,7 +32,7 @@ from halfstep.core.formats import FP32, Format
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions
 from halfstep.core.refusal import check_formats, check_implemented, check_named, check_reach
-from halfstep.core.roles import Accumulator, Operand, Param, Value, is_narrow, print_value
+from halfstep.core.roles import Param, is_narrow, print_value
 from halfstep.mlx.convert.functions import reach_functions
 from halfstep.mlx.convert.modules import (
     ISLANDS,
@@ -128,7 +128,7 @@ def check_policy(model: Module, policy: Policy, names: Sequence[str] | None = No
     places, modules = trainable(model), dict(walk(model))
     names = _rule_names(modules, places, names)
     policy.resolve(names)  # refuses rules that match nothing
-    check_implemented(policy, "mlx", _not_implemented)
+    check_implemented(policy, "mlx", lambda _: "`current` scales by this step's own amax")
     multiplying = [
         name for name, module in modules.items() if isinstance(module, Matmul) or _kind(module) is Linear
     ]
@@ -196,16 +196,6 @@ def _check_unprepared(model: Module) -> None:
                 f"the model has a policy already: `{name or type(module).__name__}` casts",
                 hint="run.unprepare() restores the model",
             )
-
-
-def _not_implemented(role: str, value: Value) -> str:
-    if role == "reduce" and value != FP32:
-        return "`reduce=fp32`: gradients travel in fp32"
-    if isinstance(value, Operand) and value.amax == "delayed":
-        return "`current` scales by this step's own amax"
-    if isinstance(value, Accumulator) and value.fast:
-        return "matmuls sum in fp32"
-    return ""
 
 
 def _streams(policy: Policy, by_name: dict[str, Precision]) -> Streams:

@@ -39,16 +39,16 @@ from halfstep.mlx.numerics.lowering import Casts, casts_of
 class Linear(Matmul, linears.Linear):
     """`nn.Linear` as the casted matmul."""
 
+    shown = "{p.operand.format} operands{emulated}"
+
     def __call__(self, x: mx.array) -> mx.array:
         return linear(self.check_activation_dtype(x), self.weight, self.get("bias"), self.casts)
-
-    def _extra_repr(self) -> str:
-        form = " emulated" if self.precision.emulate else ""
-        return f"{linears.Linear._extra_repr(self)}, {self.precision.operand.format} operands{form}"
 
 
 class Embedding(Layer, embeddings.Embedding):
     """`nn.Embedding`: rows of the master, cast to compute; as a tied head, the casted matmul."""
+
+    shown = "{p.compute} out"
 
     def __call__(self, x: mx.array) -> mx.array:
         return embedding(self.weight, x, self.casts)
@@ -57,30 +57,25 @@ class Embedding(Layer, embeddings.Embedding):
         """Returns the logits of a tied head."""
         return linear(self.check_activation_dtype(x), self.weight, None, self.casts)
 
-    def _extra_repr(self) -> str:
-        return f"{embeddings.Embedding._extra_repr(self)}, {self.precision.compute} out"
-
 
 class RMSNorm(Layer, normalization.RMSNorm):
     """`nn.RMSNorm` as an island."""
 
+    shown = "{p.norm} inside, {p.compute} out"
+
     def __call__(self, x: mx.array) -> mx.array:
         return rms_norm(self.check_activation_dtype(x), self.weight, self.casts, self.eps)
-
-    def _extra_repr(self) -> str:
-        return f"{normalization.RMSNorm._extra_repr(self)}, {_inside_and_out(self)}"
 
 
 class LayerNorm(Layer, normalization.LayerNorm):
     """`nn.LayerNorm` as an island."""
 
+    shown = "{p.norm} inside, {p.compute} out"
+
     def __call__(self, x: mx.array) -> mx.array:
         return layer_norm(
             self.check_activation_dtype(x), self.get("weight"), self.get("bias"), self.casts, self.eps
         )
-
-    def _extra_repr(self) -> str:
-        return f"{normalization.LayerNorm._extra_repr(self)}, {_inside_and_out(self)}"
 
 
 class MultiHeadAttention(Layer, transformer.MultiHeadAttention):
@@ -111,10 +106,6 @@ ISLANDS: dict[type, str] = {
     positional_encoding.RoPE: "rope",
     positional_encoding.SinusoidalPositionalEncoding: "rope",
 }
-
-
-def _inside_and_out(norm: Layer) -> str:
-    return f"{norm.precision.norm} inside, {norm.precision.compute} out"
 
 
 def parameters_of(module: Module) -> list[tuple[Any, Any]]:
