@@ -276,7 +276,7 @@ def _prepare(
         opened=opened,
         choice=choice,
         device=device,
-        warnings=[*policy.warnings, *slow],
+        warnings=[*policy.warnings, *slow, *corpus.warnings(config.model.vocabulary)],
         deadline=asked.deadline,
         corpus=corpus,
         ceiling=ceiling,

@@ -66,7 +66,9 @@ def time_breakdown(history: History) -> TimeBreakdown | None:
 
 
 def utilization(history: History) -> tuple[float, str] | None:
-    """Returns model FLOPs utilization, and what it is a share of, if known: FLOPs done of FLOPs possible.
+    """Returns model FLOPs utilization, and what it is a share of: FLOPs done of FLOPs possible.
+
+    It is unknown above 1: then what was timed is not the fastest that the device can do.
 
     Each session has its own ceiling: a run may move to another device, or continue in another precision.
     """
@@ -74,7 +76,7 @@ def utilization(history: History) -> tuple[float, str] | None:
     if not sessions:
         return None
     used = sum(mfu * possible for mfu, possible, _ in sessions) / sum(possible for _, possible, _ in sessions)
-    return used, f"{_ceilings(sessions, '')}, measured"
+    return (used, f"{_ceilings(sessions, '')}, measured") if used <= 1 else None
 
 
 def _utilized_sessions(history: History) -> list[tuple[float, float, Mapping[str, Any]]]:
@@ -105,6 +107,10 @@ def _notes(history: History, outcomes: list[Mapping[str, Any]]) -> list[str]:
         notes.append(
             f"Model FLOPs utilization is {percent(used[0])} {_ceilings(_utilized_sessions(history), 'told')}, "
             f"at {count(flops, 4)} FLOPs per token; first steps are left out."
+        )
+    elif sessions := _utilized_sessions(history):
+        notes.append(
+            f"Model FLOPs utilization is not known: steps did more than 100 % {_ceilings(sessions, 'told')}."
         )
     elif ceiling is not None:
         notes.append(f"Model FLOPs utilization is not known: {nested(ceiling, 'told')}.")

@@ -49,6 +49,9 @@ def test_parts_have_their_time_and_share_and_fill_the_bar():
     assert "Where the time went" in page
     assert "<dt>model FLOPs utilization</dt><dd>41 %</dd>" in page
     assert "model FLOPs utilization</dt>" not in render([start(), end(mfu=None)], "run")
+    page = render([start(), end(mfu=36.8)], "run")
+    assert "model FLOPs utilization</dt>" not in page
+    assert "is not known: steps did more than 100 % of 745 TFLOP/s" in page
 
 
 def test_sessions_are_added_up_and_what_is_not_known_has_its_reason():

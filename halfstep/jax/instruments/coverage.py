@@ -45,8 +45,7 @@ class Recorder(Interpreter):
 
     def _on_masters(self, jaxpr: Any, eqn: Any, values: list[Value]) -> list[Value] | None:
         out = super()._on_masters(jaxpr, eqn, values)
-        owner = values[0].owner
-        if out is not None and eqn.primitive.name == "gather" and owner is not None:
+        if out is not None and eqn.primitive.name == "gather" and (owner := values[0].owner) is not None:
             casts = owner.casts.precision
             why = f"looks up its master and casts to {casts.compute}, gradients in {casts.grad_weight}"
             self._note(Row("gather", module_of(owner.names[0]), "covered", why))

@@ -19,6 +19,9 @@ import numpy as np
 from halfstep.training.data.tokenizer_base import TokenBytes
 from halfstep.training.data.types import DataError, Document, HeldOutError, Tokens, VocabularyError
 
+BYTES = 256
+UNUSED = 8  # times as many tokens as the data can have: a vocabulary that was meant for other data
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -32,6 +35,18 @@ class Corpus:
     num_documents: int | None  # None for shards: counting would read them all
     token_bytes: TokenBytes | None = None  # the length of each token, if known and not always 1
     held_out_digest: str = ""  # identifies the held-out side alone, of text
+    vocabulary: int | None = None  # how many tokens there can be; None for shards of an unknown tokenizer
+
+    def warnings(self, vocabulary: int) -> list[str]:
+        """Says if most tokens of a model's vocabulary are in no such data."""
+        if self.vocabulary is None or vocabulary < UNUSED * self.vocabulary:
+            return []
+        kind = "is read as bytes, which" if self.vocabulary == BYTES else "has tokens that"
+        return [
+            f"the data {kind} are {self.vocabulary:,} of the model's {vocabulary:,}: all others stay untrained "
+            "(pack the text with the model's tokenizer, `halfstep data pack`, or "
+            f"--set model.vocabulary={self.vocabulary})"
+        ]
 
 
 def hash_share(content: bytes) -> float:
@@ -95,6 +110,7 @@ def from_sides(
         bytes_per_token=1.0,
         num_documents=len(to_train) + len(held_out),
         held_out_digest=blake2b(validation.tobytes(), digest_size=16).hexdigest(),
+        vocabulary=BYTES,
     )
 
 

@@ -223,6 +223,6 @@ def describe_totals(totals: dict[str, Any], ceiling: Ceiling) -> str:
     mfu = totals["mfu"]
     used = str(ceiling) if mfu is None else f"{100 * mfu:.3g} % of {ceiling}"
     if mfu is not None and mfu > 1:
-        used += ", which was timed without fp8 or on a busier device"
+        used = f"unknown: steps did more than 100 % of {ceiling}"
     busy = "" if totals["busy"] is None else f"; device busy {100 * totals['busy']:.1f} %"
     return f"{used}; lost {lost}{busy}"

@@ -44,6 +44,18 @@ def step():
     return make_step(loss, OPTIMIZER)
 
 
+def test_an_operation_without_inputs_is_no_obstacle():
+    """Positions and causal masks are made of nothing."""
+
+    def masked(p, batch):
+        x = p["embed"]["weight"][batch["tokens"]] + jnp.arange(4.0)
+        scores = jnp.where(jnp.tril(jnp.ones((3, 3), bool)), x @ x.mT, -1e9)
+        return (jax.nn.softmax(scores) @ x).mean()
+
+    rows = make_step(masked, OPTIMIZER).coverage(init(params(), OPTIMIZER, "bf16-mixed"), BATCH).rows
+    assert {"gather", "dot_general"} <= {row.function for row in rows}
+
+
 @pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-mixed,emulate=true"])
 def test_products_islands_and_look_ups_are_listed_with_how_they_run(step, policy):
     reached = step.coverage(init(params(), OPTIMIZER, policy), BATCH)

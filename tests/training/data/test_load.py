@@ -91,6 +91,14 @@ def test_the_standard_library_is_a_corpus_without_tests_and_installed_packages()
     assert not any("_sysconfigdata" in name for name in names)
 
 
+@pytest.mark.parametrize(("vocabulary", "warned"), [(256, False), (1024, False), (50304, True), (151936, True)])
+def test_a_vocabulary_far_larger_than_the_data_needs_is_a_warning(tmp_path, vocabulary, warned):
+    (tmp_path / "text").write_text("some text\n\n" * 3 + "other text")
+    warnings = load_corpus(str(tmp_path / "text"), 0.1, vocabulary).warnings(vocabulary)
+    assert bool(warnings) == warned
+    assert all(f"are 256 of the model's {vocabulary:,}" in each for each in warnings)
+
+
 def test_a_python_without_library_text_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(DataContentError):
