@@ -1,7 +1,6 @@
 """`halfstep data`: packs text into token shards, trains tokenizers, and checks packed data."""
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +8,7 @@ from cyclopts import App
 
 from halfstep.cli.arguments import Json
 from halfstep.cli.output import print_json, print_table, print_words
+from halfstep.core import host
 from halfstep.core.errors import OptionError
 from halfstep.training.paths import LOCK
 
@@ -69,7 +69,7 @@ def pack(
     from halfstep.training.data.tokenizers import open_tokenizer
     from halfstep.training.telemetry.progress import BytesProgress
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = host.threads() or 1
     most = max(64, 4 * cores)
     if workers is not None and not 1 <= workers <= most:
         raise OptionError(

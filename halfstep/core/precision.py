@@ -84,6 +84,12 @@ class Precision:
         return replace(self, operand=Operand(self.compute), grad_operand=Operand(self.grad))
 
 
+def operand_formats(policy: Policy) -> list[Format]:
+    """Returns the formats that matmuls multiply under a policy and its rules, each once."""
+    ruled = [value for rule in policy.rules for _, value in rule.changes if isinstance(value, Operand)]
+    return list(dict.fromkeys(operand.format for operand in (policy.compute, policy.grad, *ruled)))
+
+
 def precisions(policy: Policy, names: Sequence[str]) -> dict[str, Precision]:
     """Returns the formats at each of a model's names; a rule that matches none, or a tie, is an error."""
     return precisions_of(policy, policy.resolve(names))

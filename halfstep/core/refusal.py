@@ -21,7 +21,7 @@ from halfstep.core.errors import (
 )
 from halfstep.core.formats import FP32, TF32, Format
 from halfstep.core.policy import Policy
-from halfstep.core.precision import Precision
+from halfstep.core.precision import Precision, operand_formats
 from halfstep.core.roles import Accumulator, Operand, Value, is_narrow, print_value
 
 EMULATE = "add `emulate=true` to the policy: casts bit for bit, matmuls in fp32"
@@ -98,8 +98,7 @@ def check_formats(
 
 def slow_formats(policy: Policy, device: Device) -> list[str]:
     """Returns a warning for each format of a policy that runs on a device without the help of its hardware."""
-    values = [policy.compute, *(value for rule in policy.rules for _, value in rule.changes)]
-    formats = dict.fromkeys(value.format for value in values if isinstance(value, Operand) and not policy.emulate)
+    formats = [] if policy.emulate else operand_formats(policy)
     return [f"{fmt} on {device.name}: {warning}" for fmt in formats if (warning := caveat(fmt, device))]
 
 

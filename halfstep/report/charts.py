@@ -13,7 +13,8 @@ from halfstep.config.run import OptimizerConfig
 from halfstep.config.schema import build
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.core.roles import Operand, is_narrow
+from halfstep.core.precision import operand_formats
+from halfstep.core.roles import is_narrow
 from halfstep.core.scaling import NoScale
 from halfstep.report.history import History, nested
 from halfstep.report.number_format import count, number, plain, plural, power_of_two, size
@@ -97,14 +98,9 @@ def scaled(history: History, policy: Policy | None) -> bool:
 
 def why_unscaled(policy: Policy) -> str:
     """Says why a run without a loss scale needs none."""
-    operands = [
-        value.format
-        for changes in [policy.roles().items(), *(rule.changes for rule in policy.rules)]
-        for _, value in changes
-        if isinstance(value, Operand)
-    ]
-    wide = sorted({str(fmt) for fmt in operands if not is_narrow(fmt)} - {"fp32"})
-    narrow = sorted({str(fmt) for fmt in operands if is_narrow(fmt)})
+    formats = operand_formats(policy)
+    wide = sorted({str(fmt) for fmt in formats if not is_narrow(fmt)} - {"fp32"})
+    narrow = sorted(str(fmt) for fmt in formats if is_narrow(fmt))
     parts = [f"{_list_words(wide)} {'has' if len(wide) == 1 else 'have'} fp32's range" if wide else ""]
     if narrow:
         parts.append(f"{_list_words(narrow)} operands have their own scales")

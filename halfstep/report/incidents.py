@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
+from halfstep.core.audit.finding import SEVERITIES
 from halfstep.report.history import Event, History
 from halfstep.report.number_format import number, plain, plural
 
@@ -37,7 +38,6 @@ NAMES = {
 
 SHOWN = 50  # the last rows; events.jsonl has the rest
 OFFSETS = 4  # how many places in the data a row names
-SEVERITIES = ("error", "warning", "note")  # of findings
 NAMED = 8  # how many tensors or modules a finding names
 
 
@@ -266,7 +266,7 @@ def findings(events: list[Event]) -> list[dict[str, Any]]:
         where = event.get("where")
         names = [str(name) for name in where] if isinstance(where, list) else []
         known[str(event.get("rule")), str(event.get("place")), *names] = _finding(event, names)
-    order = {severity: place for place, severity in enumerate(SEVERITIES)}
+    order: dict[str, int] = {severity: place for place, severity in enumerate(SEVERITIES)}
     return sorted(known.values(), key=lambda row: (order.get(row["severity"], len(order)), row["rule"]))
 
 

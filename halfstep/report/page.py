@@ -4,17 +4,17 @@ What keeps it safe to open: all text of the run is escaped (template.py), and a 
 the scripts and styles run whose digests it names, and lets nothing be fetched.
 """
 
-import os
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from halfstep.core.audit.finding import SEVERITIES
 from halfstep.core.roles import ROLES
 from halfstep.report import summary
 from halfstep.report.charts import charts, scaled, why_unscaled
 from halfstep.report.history import Event, History, nested, read_changes
-from halfstep.report.incidents import SEVERITIES, IncidentReader, findings
+from halfstep.report.incidents import IncidentReader, findings
 from halfstep.report.layers import figures
 from halfstep.report.settings import command, describe_policies, read_policy, settings, starting_warnings
 from halfstep.report.shadows import shadows
@@ -22,6 +22,7 @@ from halfstep.report.template import fill
 from halfstep.report.time_breakdown import time_breakdown
 from halfstep.report.what_if import as_data as what_if_data
 from halfstep.report.what_if import what_if
+from halfstep.training.files import write_whole
 from halfstep.training.telemetry.events import stream_events
 
 # Lists that grow with a run are cut to this many rows: a page is for reading, the folder has the rest.
@@ -127,13 +128,7 @@ def write(events_path: Path, page_path: Path) -> None:
     """Writes the report of `events_path` to `page_path`: the old page or the new one, never a part of it."""
     # The folder's name distinguishes one report from the next in a row of tabs.
     page = render(stream_events(events_path, skip_damage=True), events_path.resolve().parent.name or "run")
-    partial = page_path.with_name(f".{page_path.name}.{os.getpid()}")
-    try:
-        # JSON can hold half a surrogate pair, UTF-8 cannot.
-        partial.write_text(page, encoding="utf-8", errors="backslashreplace")
-        partial.replace(page_path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(page_path, page.encode("utf-8", errors="backslashreplace"))  # JSON can hold half a surrogate pair
 
 
 def _asset(name: str) -> str:

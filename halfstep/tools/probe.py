@@ -41,7 +41,8 @@ from halfstep.core.errors import (
 )
 from halfstep.core.formats import FP32, TF32, Format
 from halfstep.core.policy import PRESETS, Policy, read
-from halfstep.core.roles import Operand, is_narrow
+from halfstep.core.precision import operand_formats
+from halfstep.core.roles import is_narrow
 from halfstep.training.telemetry.meters import Ceiling, recorded
 
 Say = Callable[[str], None]
@@ -117,7 +118,7 @@ def run(
     absent = [module for module in modules.values() if isinstance(module, BackendResult)]
     if backends and absent:
         raise MissingPackageError(absent[0].missing, hint=absent[0].install)
-    config, budget = config or load(DEFAULT_RECIPE), _checked(budget)
+    config, budget = config or load(DEFAULT_RECIPE), _check_budget(budget)
     return ProbeResult(
         tuple(
             module if isinstance(module, BackendResult) else _ask(name, module, device, config, budget, say)
@@ -129,7 +130,7 @@ def run(
 def choose_policy(backend: str, device: str | None, config: RunConfig, budget: float = BUDGET) -> Choice:
     """Returns the preset to train with by measuring the recipe's block: what `policy = "auto"` means."""
     module = _need(backend)
-    return decide(module, device or module.devices()[0], config.model, _tokens(config), _checked(budget))
+    return decide(module, device or module.devices()[0], config.model, _tokens(config), _check_budget(budget))
 
 
 def resolve(
@@ -146,7 +147,7 @@ def resolve(
         return spelling.build(), None
     if ran is not None:  # measuring again could choose another precision midway
         return Policy.parse(ran), None
-    say(f"measuring which precision is fastest here: {_measured(config, config.backend, device, BUDGET)}")
+    say(f"measuring which precision is fastest here: {_describe_timing(config, config.backend, device, BUDGET)}")
     choice = choose_policy(config.backend, device, config)
     return spelling.build(PRESETS[choice.preset]), choice
 
@@ -193,10 +194,9 @@ def slow_formats(config: RunConfig, policy: Policy, device: str | None, say: Say
     device = device or module.devices()[0]
     if policy.emulate or config.backend in COMPILED or module.describe(device).kind != "cpu":
         return []
+    named = dict.fromkeys([*operand_formats(policy), *filter(None, [policy.eval.format])])
     formats = [
-        fmt
-        for fmt in _operand_formats(policy)
-        if fmt not in (FP32, TF32) and not is_narrow(fmt) and module.supported(fmt, device)
+        fmt for fmt in named if fmt not in (FP32, TF32) and not is_narrow(fmt) and module.supported(fmt, device)
     ]
     if not formats:
         return []
@@ -217,7 +217,7 @@ def _ask(name: str, module: Any, device: str | None, config: RunConfig, budget: 
     device = device or devices[0]
     support = {fmt: module.supported(fmt, device) for fmt in module.FORMATS}
     others = [fmt for fmt, ok in support.items() if ok and fmt not in CANDIDATES]
-    say(f"{name} on {device}: {_measured(config, name, device, budget)}")
+    say(f"{name} on {device}: {_describe_timing(config, name, device, budget)}")
     timings, candidates = time_candidates(module, device, config.model, _tokens(config), budget)
     beside = module.measure(device, others, budget=budget * MATMUL_SHARE) if others else []
     choice = choose(timings, candidates)
@@ -232,7 +232,7 @@ def _tokens(config: RunConfig) -> int:
     return config.training.batch * config.model.context
 
 
-def _measured(config: RunConfig, backend: str, device: str | None, budget: float) -> str:
+def _describe_timing(config: RunConfig, backend: str, device: str | None, budget: float) -> str:
     """Says what `time_candidates` does."""
     module, tokens = _need(backend), _tokens(config)
     work = f"matmuls, and a block of the model at up to {tokens} tokens"
@@ -260,21 +260,13 @@ def _need(name: str) -> Any:
     return module
 
 
-def _checked(budget: float) -> float:
+def _check_budget(budget: float) -> float:
     if not 0 < budget <= 3600:
         raise OptionError(
             f"the time budget is {budget:g} seconds; it must be above 0 and at most 3600",
             hint=f"{BUDGET:g} is usual",
         )
     return budget
-
-
-def _operand_formats(policy: Policy) -> list[Format]:
-    values = [*policy.roles().values(), *(value for rule in policy.rules for _, value in rule.changes)]
-    formats = [value.format for value in values if isinstance(value, Operand)]
-    if policy.eval.format is not None:
-        formats.append(policy.eval.format)
-    return list(dict.fromkeys(formats))
 
 
 def _backend_data(backend: BackendResult) -> dict[str, Any]:
@@ -289,36 +281,28 @@ def _backend_data(backend: BackendResult) -> dict[str, Any]:
 
 
 def _device_data(result: DeviceResult) -> dict[str, Any]:
-    hardware = result.description
     return {
         "device": result.device,
-        "kind": hardware.kind,
-        "name": hardware.name,
-        "capability": None if hardware.capability is None else list(hardware.capability),
-        "architecture": hardware.architecture,
-        "features": sorted(hardware.features),
-        "support": {str(fmt): {"ok": support.ok, "reason": support.reason} for fmt, support in result.support},
+        **_fields(result.description, "kind", "name", "capability", "architecture", "features"),
+        "support": {str(fmt): _fields(support, "ok", "reason") for fmt, support in result.support},
         "timings": [
             {
-                "format": str(timing.format),
-                "work": timing.work,
-                "shape": list(timing.shape),
-                "seconds": list(timing.seconds),
+                **_fields(timing, "format", "work", "shape", "seconds"),
                 "typical_seconds": timing.typical,
                 "flops_per_second": timing.flops if timing.work == "matmuls" else None,
             }
             for timing in (*result.timings, *result.others)
         ],
         "compared_with_fp32": [
-            {
-                "format": str(known.format),
-                "work": known.work,
-                "shape": list(known.shape),
-                "seconds": known.seconds,
-                "fp32_seconds": known.fp32_seconds,
-                "ratio": known.ratio,
-            }
+            _fields(known, "format", "work", "shape", "seconds", "fp32_seconds", "ratio")
             for known in result.gains()
         ],
-        "choice": {"preset": result.choice.preset, "reason": result.choice.reason},
+        "choice": _fields(result.choice, "preset", "reason"),
     }
+
+
+def _fields(source: Any, *names: str) -> dict[str, Any]:
+    """Returns some fields as JSON has them."""
+    values = {name: getattr(source, name) for name in names}
+    plain: dict[type, Callable[[Any], Any]] = {Format: str, frozenset: sorted, tuple: list}
+    return {name: plain[type(value)](value) if type(value) in plain else value for name, value in values.items()}

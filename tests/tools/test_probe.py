@@ -141,7 +141,7 @@ def test_what_is_timed_is_said_as_it_is_timed(played):
     assert "in matmuls up to 16384x768x3072, for about 3 s" in said[1]
     probe.run(["torch"], config=load("qwen3"), say=said.append)
     assert "in matmuls up to 16384x1024x3072, for about 3 s" in said[2]
-    assert probe._measured(TINY, "torch", "cpu", 3.0) == said[1].partition(": ")[2]
+    assert probe._describe_timing(TINY, "torch", "cpu", 3.0) == said[1].partition(": ")[2]
 
 
 def test_backends_that_are_not_there_are_reported_unless_they_were_named(played):

@@ -44,7 +44,7 @@ def of_recipe(name: str) -> list[Record]:
     chosen = [Policy.parse(each) for each in CHOICES] if spelling.base == "auto" else [None]
     policies = [spelling.build(auto) for auto in chosen]
     policies += [Policy.parse(entry.policy) for entry in config.schedule]
-    return [fill(Record("recipe", framework=config.backend), policy, config) for policy in policies]
+    return [fill(Record("recipe"), policy, config) for policy in policies]
 
 
 def of_run(folder: Path) -> tuple[Record, list[Finding]]:
@@ -56,7 +56,6 @@ def of_run(folder: Path) -> tuple[Record, list[Finding]]:
             record.checkpoints.append(facts_of(path))
     config, policy = _settings(folder, events, record)
     if config is not None and policy is not None:
-        record.framework = config.backend
         fill(record, policy, config)
     _read_events(events, record, found)
     return record, found
@@ -67,7 +66,12 @@ def of_checkpoint(path: Path) -> Record:
     record = Record("checkpoint", checkpoints=[facts_of(path)])
     if record.checkpoints[0].complete:
         manifest = checkpoint.read_manifest(path)
-        _fill_by_manifest(record, manifest)
+        try:
+            config, policy = build(RunConfig, manifest["config"]), Policy.parse(manifest["policy"])
+        except (HalfstepError, KeyError) as error:
+            record.unseen.append(f"the settings of the checkpoint cannot be read: {error}")
+        else:
+            fill(record, policy, config)
     return record
 
 
@@ -96,16 +100,6 @@ def facts_of(path: Path) -> CheckpointFacts:
             if parameter and moment != "step":
                 facts.moments[f"{parameter}/{moment}"] = fmt
     return facts
-
-
-def _fill_by_manifest(record: Record, manifest: Mapping[str, Any]) -> None:
-    try:
-        config, policy = build(RunConfig, manifest["config"]), Policy.parse(manifest["policy"])
-    except (HalfstepError, KeyError) as error:
-        record.unseen.append(f"the settings of the checkpoint cannot be read: {error}")
-        return
-    record.framework = config.backend
-    fill(record, policy, config)
 
 
 def _settings(
@@ -209,7 +203,7 @@ def fill(record: Record, policy: Policy, config: RunConfig) -> Record:
     resolved = policy.resolve(names)
     groups = parameter_groups(config.model, config.optimizer)
     optimizer = {name: "Muon" if group.muon else "AdamW" for group in groups for name in group.names}
-    record.policy = str(policy)
+    record.framework, record.policy = config.backend, str(policy)
     record.weights = [
         _weight(name, shape, resolved[owner(name)], optimizer[name])
         for name, shape in parameter_shapes(config.model).items()

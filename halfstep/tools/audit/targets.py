@@ -56,9 +56,8 @@ def collect(target: str, steps: int = 20) -> Collected:
         raise TargetError(
             f"`{target}` is a script: it must run to be audited", hint=f"halfstep audit -- python {target}"
         )
-    module, colon, factory = target.partition(":")
-    if colon and all(part.isidentifier() for part in (*module.split("."), *factory.split("."))):
-        return Collected([of_factory(module, factory, steps)])
+    if is_factory(target):
+        return Collected([of_factory(target, steps)])
     raise TargetError(
         f"`{target}` is neither a folder, a recipe nor module:factory",
         hint=did_you_mean(
@@ -88,19 +87,25 @@ COLLECTORS = {
 RETURNS = "a factory takes no arguments and returns model, optimizer or model, optimizer, loss_fn, batch"
 
 
-def of_factory(module: str, name: str, steps: int) -> Record:
+def is_factory(target: str) -> bool:
+    """Whether a target reads as module:factory."""
+    module, colon, factory = target.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), *factory.split(".")))
+
+
+def of_factory(target: str, steps: int) -> Record:
     """Returns the record of what a factory makes."""
-    made = call(find(module, name), f"{module}:{name}")
+    made = call(find(*target.split(":")), target)
     if not isinstance(made, tuple) or len(made) not in (2, 4):
-        raise FactoryError(f"`{module}:{name}` returned {_described(made)}", hint=RETURNS)
+        raise FactoryError(f"`{target}` returned {_described(made)}", hint=RETURNS)
     framework = _framework(made)
     if framework is None:
         raise FactoryError(
-            f"`{module}:{name}` returned {_described(made)}, and none is a model of torch, JAX or MLX"
+            f"`{target}` returned {_described(made)}, and none is a model of torch, JAX or MLX"
         )
     if framework != "torch" and len(made) != 4:
         raise FactoryError(
-            f"`{module}:{name}` returned {_described(made)}; on {framework} a loss and a batch are needed",
+            f"`{target}` returned {_described(made)}; on {framework} a loss and a batch are needed",
             hint=RETURNS,
         )
     try:
@@ -108,7 +113,7 @@ def of_factory(module: str, name: str, steps: int) -> Record:
     except HalfstepError:
         raise
     except Exception as error:  # of the user's loss function
-        raise _raised(f"a step of `{module}:{name}`", error) from error
+        raise _raised(f"a step of `{target}`", error) from error
     return record
 
 

@@ -23,6 +23,7 @@ from halfstep.core.errors import (
     one_of,
 )
 from halfstep.core.policy import PRESETS, Policy, read
+from halfstep.tools.audit.targets import call, find, is_factory
 
 Report = Callable[[int], None]
 
@@ -47,8 +48,7 @@ class Target(Protocol):
 
 def target_of(name: str, overrides: tuple[str, ...], out: Path, device: str | None) -> Target:
     """Returns what a name stands for."""
-    module, colon, function = name.partition(":")
-    if colon and all(part.isidentifier() for part in (*module.split("."), *function.split("."))):
+    if is_factory(name):
         if overrides or device is not None:
             option = f"--set {overrides[0]}" if overrides else f"--device {device}"
             raise OptionError(
@@ -116,7 +116,6 @@ class Made:
     named: str | None = None
 
     def __init__(self, name: str):
-        from halfstep.tools.audit.targets import find
         from halfstep.torch.instruments.tuning import device_of_factory
 
         self._name, self._factory = name, find(*name.split(":"))
@@ -142,7 +141,6 @@ class Made:
         return Trial(lambda: self._make(seed), policy, seed)
 
     def _make(self, seed: int) -> tuple[Any, ...]:
-        from halfstep.tools.audit.targets import call
         from halfstep.torch.instruments.tuning import FACTORY_HINT, call_seeded
 
         made = call(lambda: call_seeded(self._factory, seed), self._name)
