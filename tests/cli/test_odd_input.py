@@ -124,7 +124,7 @@ def test_what_an_event_holds_cannot_block_a_resume_nor_reach_the_terminal_or_the
     err = capsys.readouterr().err
     assert r"\x1b[31mred\x07\u202e" in err
     assert "\x1b" not in err
-    assert "cannot write" in err  # the page: a damaged line is named
+    assert (out / "report.html").is_file()  # without the damaged lines
     events.write_text("\n".join(kept) + "\n")
     write_page(events, out / "report.html")
     page = (out / "report.html").read_text()

@@ -100,9 +100,7 @@ def of_factory(target: str, steps: int) -> Record:
         raise FactoryError(f"`{target}` returned {_described(made)}", hint=RETURNS)
     framework = _framework(made)
     if framework is None:
-        raise FactoryError(
-            f"`{target}` returned {_described(made)}, and none is a model of torch, JAX or MLX"
-        )
+        raise FactoryError(f"`{target}` returned {_described(made)}, and none is a model of torch, JAX or MLX")
     if framework != "torch" and len(made) != 4:
         raise FactoryError(
             f"`{target}` returned {_described(made)}; on {framework} a loss and a batch are needed",
