@@ -26,6 +26,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kills import final_state
+
 from halfstep.training import job as jobs
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.telemetry.events import read_events
@@ -181,12 +183,6 @@ def saved(out: Path) -> int:
     """Returns the step of the newest checkpoint; 0 if there is none."""
     folders = checkpoint.step_folders(out / "checkpoints")
     return checkpoint.step_of(folders[-1]) if folders else 0
-
-
-def final_state(out: Path) -> dict[str, bytes]:
-    """Returns the bytes of every tensor of the last checkpoint."""
-    arrays, manifest = checkpoint.load(checkpoint.step_folders(out / "checkpoints")[-1])
-    return {"step": str(manifest["step"]).encode()} | {name: bytes(a.data) for name, a in arrays.items()}
 
 
 def main() -> int:

@@ -61,23 +61,14 @@ def test_every_nan_stays_nan_with_its_sign():
 @pytest.mark.parametrize(
     ("pattern", "hi", "lo"),
     [
-        (0x00000000, 0x0000, 0),
         (0x80000000, 0x8000, 0),
         (0x00000001, 0x0000, 1),  # the smallest subnormal
-        (0x3F800000, 0x3F80, 0),  # 1.0
         (0x3F808000, 0x3F81, -32768),  # a tie above an even bf16: away from zero, where nearest-even stays
         (0x3F818000, 0x3F82, -32768),  # a tie above an odd one: both go up
-        (0xBF808000, 0xBF81, -32768),
-        (0x3F807FFF, 0x3F80, 32767),
-        (0x7F7F7FFF, 0x7F7F, 32767),
         (0x7F7F8000, 0x7F80, -32768),  # finite, and infinite in use
-        (0x7F7FFFFF, 0x7F80, -1),
-        (0xFF7FFFFF, 0xFF80, -1),
-        (0x7F800000, 0x7F80, 0),
         (0xFF800000, 0xFF80, 0),
         (0x7F800001, 0x7FC0, 0),  # the plain rule says infinity
         (0x7FFFFFFF, 0x7FC0, 0),  # the plain rule says -0.0
-        (0xFFFFFFFF, 0xFFC0, 0),
     ],
 )
 def test_by_hand(pattern, hi, lo):

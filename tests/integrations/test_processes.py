@@ -55,14 +55,19 @@ def accelerated(policy, batch_size, *, kind="AdamW", dropout=False, save=None, l
     return accelerator.reduce(losses, "mean").tolist(), numbers(run.weights()), numbers(run.ema), wrapped
 
 
-@pytest.mark.parametrize("policy", ["fp32", "fp16-mixed", SPLIT])
-def test_two_processes_of_accelerate_learn_as_one(policy):
-    (losses, *first), (_, *second) = run_ranks(partial(accelerated, policy, 4, kind="SGD"))
+def learn_as_one(policy, train, size):
+    """Two processes with batches of a size against one with batches of twice that size."""
+    (losses, *first), (_, *second) = run_ranks(partial(train, **{size[0]: size[1]}))
     assert first[-1] == "DistributedDataParallel"
     assert same(first[0], second[0])
     assert same(first[1], second[1])
-    expected, *_ = run_alone(partial(accelerated, policy, 8, kind="SGD"))
+    expected, *_ = run_alone(partial(train, **{size[0]: 2 * size[1]}))
     assert losses == pytest.approx(expected, rel=BOUNDS[policy])
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16-mixed", SPLIT])
+def test_two_processes_of_accelerate_learn_as_one(policy):
+    learn_as_one(policy, partial(accelerated, policy, kind="SGD"), ("batch_size", 4))
 
 
 def test_two_processes_of_accelerate_are_saved_and_resumed_bit_for_bit(tmp_path):
@@ -135,12 +140,7 @@ def trained(folder, policy, *, resume=None, killed=False, dropout=0.1, **changes
 def test_two_processes_of_trainer_learn_as_one(policy, tmp_path):
     """Rows have different numbers of tokens: the mean is over those of both processes."""
     train = partial(trained, str(tmp_path), policy, dropout=0.0, optim="sgd")
-    (losses, *first), (_, *second) = run_ranks(partial(train, per_device_train_batch_size=1))
-    assert first[-1] == "DistributedDataParallel"
-    assert same(first[0], second[0])
-    assert same(first[1], second[1])
-    expected, *_ = run_alone(partial(train, per_device_train_batch_size=2))
-    assert losses == pytest.approx(expected, rel=BOUNDS[policy])
+    learn_as_one(policy, train, ("per_device_train_batch_size", 1))
 
 
 def test_two_processes_of_trainer_are_killed_and_resumed_bit_for_bit(tmp_path):
