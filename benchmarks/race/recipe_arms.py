@@ -163,7 +163,7 @@ class Source(Trainer):
     def set_up(self) -> None:
         """Builds the model."""
         weights = dict(initial_weights(self.config.model, self.config.seed))
-        self.arm = Arm(self.config, weights, self.device, tuned=not self.options.no_tuning)
+        self.arm = Arm(self.config, weights, self.device)
 
     def update(self, tokens: Any) -> Any:
         """Takes one update; returns its loss, still on the device."""

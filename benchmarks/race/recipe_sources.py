@@ -211,7 +211,7 @@ def newton_schulz(gradient: Tensor) -> Tensor:
 class Arm:
     """A source's model, optimizers and step."""
 
-    def __init__(self, config: RunConfig, weights: dict[str, Any], device: torch.device, *, tuned: bool = True):
+    def __init__(self, config: RunConfig, weights: dict[str, Any], device: torch.device):
         self.config, self.device = config, device
         self.golf = config.model.unet_skips
         self.model: nn.Module = Golf(config.model) if self.golf else Speedrun(config.model)
@@ -220,7 +220,7 @@ class Arm:
         if self.golf:
             self.model.embed.to(torch.bfloat16)
         self.optimizers, self.muon = self._optimizers()
-        self.wrapped = self._wrapped(tuned)
+        self.wrapped = self._wrapped()
 
     def _optimizers(self) -> tuple[list[torch.optim.Optimizer], Muon]:
         given, named = self.config.optimizer, dict(self.model.named_parameters())
@@ -242,7 +242,7 @@ class Arm:
                 group["base"] = group["lr"]
         return [*adam, muon], muon
 
-    def _wrapped(self, tuned: bool) -> nn.Module:
+    def _wrapped(self) -> nn.Module:
         model = self.model
         if self.device.type == "cuda":  # the kernel each source asks for
             torch.backends.cuda.enable_cudnn_sdp(not self.golf)
@@ -250,7 +250,7 @@ class Arm:
             torch.backends.cuda.enable_mem_efficient_sdp(False)
             torch.backends.cuda.enable_math_sdp(False)
         if self.config.training.compile:
-            if tuned and not self.golf:
+            if not self.golf:
                 torch._inductor.config.coordinate_descent_tuning = True
             model = torch.compile(model, dynamic=False if self.golf else None)  # type: ignore[assignment]
             self.muon.orthogonalize = torch.compile(newton_schulz)

@@ -83,7 +83,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=Path, help="a folder of recipe_tokens.py (created if missing)")
     parser.add_argument("--megabytes", type=int, default=200, help="at most so much text")
     parser.add_argument("--set", action="append", default=[], dest="overrides", help="a setting of the recipe")
-    parser.add_argument("--no-tuning", action="store_true", help="compile the source without coordinate descent")
     parser.add_argument("--recompute-far", action="store_true", help="run halfstep with less memory, but slower")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", choices=ARMS, help=argparse.SUPPRESS)
