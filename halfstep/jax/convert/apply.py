@@ -111,10 +111,9 @@ def find_halves(policy: Policy, masters: Mapping[str, Param], modules: Sequence[
 
 
 def _without_delayed(operand: Operand) -> str:
-    is_row = operand.granularity == "row"
-    return (
-        f"a row of activations is a token: `{operand.format}:row`, or `{operand.format}:delayed`" if is_row else ""
-    )
+    if operand.granularity != "row":
+        return ""
+    return f"a row of activations is a token: `{operand.format}:row`, or `{operand.format}:delayed`"
 
 
 class Leaves(NamedTree):

@@ -39,7 +39,7 @@ from halfstep.mlx.numerics.lowering import Casts, casts_of
 class Linear(Matmul, linears.Linear):
     """`nn.Linear` as the casted matmul."""
 
-    shown = "{p.operand.format} operands{emulated}"
+    _shown = "{p.operand.format} operands{emulated}"
 
     def __call__(self, x: mx.array) -> mx.array:
         return linear(self.check_activation_dtype(x), self.weight, self.get("bias"), self.casts)
@@ -48,7 +48,7 @@ class Linear(Matmul, linears.Linear):
 class Embedding(Layer, embeddings.Embedding):
     """`nn.Embedding`: rows of the master, cast to compute; as a tied head, the casted matmul."""
 
-    shown = "{p.compute} out"
+    _shown = "{p.compute} out"
 
     def __call__(self, x: mx.array) -> mx.array:
         return embedding(self.weight, x, self.casts)
@@ -61,7 +61,7 @@ class Embedding(Layer, embeddings.Embedding):
 class RMSNorm(Layer, normalization.RMSNorm):
     """`nn.RMSNorm` as an island."""
 
-    shown = "{p.norm} inside, {p.compute} out"
+    _shown = "{p.norm} inside, {p.compute} out"
 
     def __call__(self, x: mx.array) -> mx.array:
         return rms_norm(self.check_activation_dtype(x), self.weight, self.casts, self.eps)
@@ -70,7 +70,7 @@ class RMSNorm(Layer, normalization.RMSNorm):
 class LayerNorm(Layer, normalization.LayerNorm):
     """`nn.LayerNorm` as an island."""
 
-    shown = "{p.norm} inside, {p.compute} out"
+    _shown = "{p.norm} inside, {p.compute} out"
 
     def __call__(self, x: mx.array) -> mx.array:
         return layer_norm(
