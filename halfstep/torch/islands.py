@@ -23,7 +23,6 @@ from halfstep.torch.layers import CastedLinear, casts_like, linear
 from halfstep.torch.loss.plain import (
     REDUCTIONS,
     Terms,
-    check_chunks,
     check_targets,
     mean_loss,
     row_cross_entropy,
@@ -149,7 +148,8 @@ def _check_loss(
     for name in ("softcap", "z_loss"):
         if not 0.0 <= getattr(terms, name) < float("inf"):
             raise LossError(f"{name} is {getattr(terms, name)}", hint="it is a positive number, or 0 for none")
-    check_chunks(chunks)
+    if chunks < 1:
+        raise LossError(f"a loss in {chunks} chunks", hint="1 is all tokens at once; more take less memory")
 
 
 class Softmax(nn.Softmax):

@@ -307,7 +307,6 @@ def linear_cross_entropy(
     For casts that are `direct` or narrow, with an fp32 loss. Beside it, `size` elements of the logits' gradient.
     """
     losses.check_targets(targets, x.shape[:-1])
-    losses.check_chunks(chunks)
     with torch._C.DisableTorchFunction():
         if torch._C._is_any_autocast_enabled():
             raise autocast_error()

@@ -13,7 +13,6 @@ compute format; norms, softmax and the loss are islands (layers.py).
 Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head, V vocabulary.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -277,9 +276,11 @@ class MLP(Layer):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Returns what the MLP adds to the stream."""
         gate = () if self.gate is None else (self.gate(x_BTD),)
-        call = recompute_in_backward if self.halfstep.recomputed and not self.keeps_one else _call
         hidden = self.up(x_BTD)
-        activated = call(self._activated, hidden, *gate)
+        if self.halfstep.recomputed and not self.keeps_one:
+            activated = recompute_in_backward(self._activated, hidden, *gate)
+        else:
+            activated = self._activated(hidden, *gate)
         if torch.compiler.is_compiling() and self.kind == "gelu" and self.casts is self.up.casts:
             activated = note_gelu(activated, hidden, self.halfstep.recomputed)
         return self.down(activated)  # type: ignore[no-any-return]
@@ -398,10 +399,6 @@ def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
     rates = config.rope_base ** -(torch.arange(half, dtype=torch.float64) / half)
     angles = torch.outer(torch.arange(config.context, dtype=torch.float64), rates).repeat(1, 2)
     return angles.cos().float(), angles.sin().float()
-
-
-def _call(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    return function(*inputs)
 
 
 def _norm(config: ModelConfig) -> Norm:

@@ -92,10 +92,8 @@ class Session(Shell):
         options: dict[str, Any] = {"tokens": tokens, "compiled": bool(config.training.compile)}
         options |= {"split": not in_group(), "memory": config.training.memory}
         self.conversion = apply(self.model, policy, names, **options)
-        if in_group() and self.conversion.measured is not None:  # each process has timed its own device
-            self.conversion = adopt(
-                self.model, self.conversion, from_all_ranks(self.conversion.measured.narrow)[0]
-            )
+        if in_group() and (narrow := self.conversion.measured.narrow):  # each process has timed its own device
+            self.conversion = adopt(self.model, self.conversion, from_all_ranks(narrow)[0])
         self._ddp: nn.Module | None = None
         run: dict[str, Any] = {"conversion": self.conversion, "seed": config.seed, "ema": config.training.ema}
         run["graph"] = config.training.graph
@@ -129,10 +127,9 @@ class Session(Shell):
     @property
     def notes(self) -> list[str]:
         """What was decided by measurement, here or in the run that is resumed; attention that is not fused."""
-        conversion = self.run.conversion  # a state that was loaded may have replaced it
-        measured = conversion.measured
+        measured = self.run.conversion.measured.description  # a state that was loaded may have replaced it
         slow = [f"attention: {how}" for how in self.model.attention_kernels() if how.startswith(UNFUSED)]
-        return [*([] if measured is None else [f"measured: {measured.description}"]), *slow]
+        return [*([f"measured: {measured}"] if measured else []), *slow]
 
     @property
     def threads(self) -> int | None:

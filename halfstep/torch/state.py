@@ -77,7 +77,8 @@ def _live(run: RunParts) -> dict[str, Tensor]:
         state |= to_state(run.averages.named())
     if run.amaxes is not None:
         state |= {f"amax.{name}": history for name, history in run.amaxes.named().items()}
-    state |= {f"narrow.{name}": torch.tensor(flag, dtype=torch.uint8) for name, flag in _narrow(run).items()}
+    narrow = run.conversion.measured.narrow  # a resumed run must not measure again
+    state |= {f"narrow.{name}": torch.tensor(flag, dtype=torch.uint8) for name, flag in narrow.items()}
     for name, value in _entries(run):
         if isinstance(value, Tensor):
             state[name] = value
@@ -100,8 +101,8 @@ def load_state(run: RunParts, given: Mapping[str, Tensor]) -> None:
     fixed = [{n: t for n, t in side.items() if not n.startswith(lazy)} for side in (state, given)]
     # The random state of a device that the run did not use, or no longer has, did not affect its results.
     # Nor did the loss of a layer that was not measured apart: it ran in the precision of the layer.
-    optional = ["rng.cuda", *(name for side in fixed for name in side if _is_of_loss(name))]
-    check_same(*(_described(side) for side in fixed), optional=optional)
+    of_loss = [n for side in fixed for n in side if n.startswith("narrow.") and n.endswith(OF_LOSS)]
+    check_same(*(_described(side) for side in fixed), optional=["rng.cuda", *of_loss])
     scale = saved_scale(run.policy.scale, given)
     entries = _checked_entries(run, {n: t for n, t in given.items() if lazy and n.startswith(lazy)})
     for name in fixed[0]:
@@ -115,8 +116,8 @@ def load_state(run: RunParts, given: Mapping[str, Tensor]) -> None:
             optimizer.state[p][key] = value
     if scale is not None:
         run.scale_state = ScaleState(*(value.to(run.device, copy=True) for value in scale))
-    narrow = {name: bool(given.get(f"narrow.{name}", False)) for name in _narrow(run)}
-    if narrow != _narrow(run):
+    before = run.conversion.measured.narrow
+    if (narrow := {name: bool(given.get(f"narrow.{name}", False)) for name in before}) != before:
         run.conversion = adopt(run.model, run.conversion, narrow)
     run.buffers.remember()
     run.forget()
@@ -285,16 +286,6 @@ def _as_held(run: RunParts, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if f"remainder.{name}" not in held and whole is not None and whole.dtype == torch.float32:
             held[f"model.{name}"], held[f"remainder.{name}"] = split(whole)
     return held
-
-
-def _narrow(run: RunParts) -> Mapping[str, bool]:
-    """Returns which of the measured layers are narrow: a resumed run must not measure them again."""
-    measured = run.conversion.measured
-    return {} if measured is None else measured.narrow
-
-
-def _is_of_loss(name: str) -> bool:
-    return name.startswith("narrow.") and name.endswith(OF_LOSS)
 
 
 def _check_amax(run: RunParts, given: Mapping[str, Tensor]) -> None:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.core.arrays.measure import TOKENS
-from halfstep.core.choice.layers import Measured, Timer
+from halfstep.core.choice.layers import NO_LAYERS, Measured, Timer
 from halfstep.core.formats import FP32, Format
 from halfstep.core.policy import Policy
 from halfstep.core.roles import Param, print_value
@@ -43,7 +43,6 @@ from halfstep.torch.convert.plan import (
     Originals,
     change_of,
     check_model,
-    check_type,
     plans_of,
     set_module_precision,
 )
@@ -73,7 +72,7 @@ class Applied:
     changes: tuple[Change, ...]
     originals: Originals = field(repr=False)
     attention: tuple[Attention, ...] = ()  # of models of transformers
-    measured: Measured | None = None  # if rules say `measured`
+    measured: Measured = NO_LAYERS
     amaxes: Amaxes | None = None  # if operands are delayed
     split_later: tuple[str, ...] = ()  # masters that are whole until optimizers come
     recomputed: tuple[str, ...] | None = None  # modules whose results are computed again, if memory is lean
@@ -98,7 +97,6 @@ def allow_layers_in_graph() -> None:
 
 def apply(model: nn.Module, policy: Policy, names: Sequence[str] | None = None, **options: Any) -> Applied:
     """Gives a model a policy, whose rules may match `names`; `apply_resolved` has the options."""
-    check_type(model)
     check_model(model, empty=not options.get("split", True))
     return apply_resolved(model, resolve(model, policy, names), **options)
 
@@ -131,10 +129,10 @@ def apply_resolved(
     plan.check_held(plans, held)
     chunks = LEAN_CHUNKS if memory == "lean" else 1
     measured = fp8_choice.measure_all(plans, ruled, held, tokens, compiled=compiled, chunks=chunks, timer=timer)
-    chosen = ruled if measured is None else measured.widen(ruled)
+    chosen = measured.widen(ruled)
     widened = [name for name, p in parameters.items() if p.dtype != torch.float32 and masters[name].format == FP32]
     widened += plan.widen_statistics(plans)
-    remainders = _hold_all(parameters, masters, policy, [p.module for p in plans])
+    remainders = _hold_all(model, parameters, masters, policy)
     amaxes = fp8_choice.add_histories(plans, ruled, next(iter(parameters.values())).device)
     attention = hugging_face.choose_attention(model)
     originals = plan.convert(model, plans, chosen, base, causal=any(not row.why_not for row in attention))
@@ -163,7 +161,7 @@ def split_now(model: nn.Module, applied: Applied) -> Applied:
     """Splits masters that `apply` left whole."""
     parameters = {name: p for name, p in model.named_parameters() if name in applied.split_later}
     masters = {name: replace(applied.masters[name], split=True) for name in parameters}
-    remainders = _hold_all(parameters, masters, applied.policy, [*model.modules()])
+    remainders = _hold_all(model, parameters, masters, applied.policy)
     return replace(applied, masters=applied.masters | masters, remainders=remainders, split_later=())
 
 
@@ -177,12 +175,12 @@ def hold(wide: Tensor, param: Param, policy: Policy) -> tuple[Tensor, Tensor | N
 
 
 def set_precision(
-    model: nn.Module, policy: Policy, names: Sequence[str] | None = None, measured: Measured | None = None
+    model: nn.Module, policy: Policy, names: Sequence[str] | None = None, measured: Measured = NO_LAYERS
 ) -> int:
     """Sets what modules compute in, those that `apply` measured as it did; returns how many modules that are."""
     resolved = resolve(model, policy, names)
     base, ruled = resolved.base, resolved.ruled
-    chosen = ruled if measured is None else measured.widen(ruled)
+    chosen = measured.widen(ruled)
     for device in devices(model):
         check_supported([base, *chosen.values()], device)
     count = sum(
@@ -194,7 +192,6 @@ def set_precision(
 
 def adopt(model: nn.Module, applied: Applied, narrow: Mapping[str, bool]) -> Applied:
     """Takes over which of the measured layers are narrow, from a run that is resumed here."""
-    assert applied.measured is not None
     changed = {name.removesuffix(fp8_choice.OF_LOSS) for name in applied.measured.changed_by(narrow)}
     measured, resolved = applied.measured.adopt(narrow), resolve(model, applied.policy)
     base, ruled = resolved.base, resolved.ruled
@@ -219,10 +216,7 @@ def restore(applied: Applied) -> None:
 
 @torch.no_grad()
 def _hold_all(
-    parameters: Mapping[str, nn.Parameter],
-    masters: Mapping[str, Param],
-    policy: Policy,
-    modules: Sequence[nn.Module],
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], masters: Mapping[str, Param], policy: Policy
 ) -> dict[str, Tensor]:
     """Holds each parameter as its master is; returns the remainders of those that are split."""
     remainders: dict[str, Tensor] = {}
@@ -233,7 +227,7 @@ def _hold_all(
         if remainder is not None:
             make_split(parameter, remainder, name)
             remainders[name] = split_parameters[parameter] = remainder
-    for module in modules:
+    for module in model.modules():
         for name, held_here in module._parameters.items():
             if held_here is not None and held_here in split_parameters:
                 Holder.add_remainder(cast(Holder, module), name, split_parameters[held_here])

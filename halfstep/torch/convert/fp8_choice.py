@@ -17,7 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.core.arrays.ladder import Clock
-from halfstep.core.choice.layers import Measured, Timer, measure_layers, narrow_formats, not_measured
+from halfstep.core.choice.layers import (
+    NO_LAYERS,
+    Measured,
+    Timer,
+    measure_layers,
+    narrow_formats,
+    not_measured,
+)
 from halfstep.core.errors import DelayedScaleError, PolicyFitError, UnsupportedRoleError
 from halfstep.core.formats import E4M3, Format
 from halfstep.core.precision import Precision
@@ -82,15 +89,15 @@ def measure_all(
     chunks: int = 1,
     timer: Timer[LayerWork] = time_layer_once,
     clock: Clock = time.perf_counter,
-) -> Measured | None:
-    """Times every layer whose rule says `measured`, size by size, compiled or not; None if no rule does.
+) -> Measured:
+    """Times every layer whose rule says `measured`, size by size, compiled or not.
 
     `chunks` are those of a loss that is fused with a head.
     """
     layers = {plan: ruled[plan.name] for plan in matmuls(plans) if plan.name in ruled}
     layers = {plan: precision for plan, precision in layers.items() if precision.measured and precision.narrow}
     if not layers:
-        return None
+        return NO_LAYERS
     if all(precision.emulate for precision in layers.values()):
         return not_measured(len(layers))
     works = {p.name: _layer_works(p, held, tokens, compiled, chunks, precision) for p, precision in layers.items()}
@@ -107,16 +114,16 @@ def measure_all(
     return replace(measured, narrow=narrow, notes={**measured.notes, **notes})
 
 
-def set_loss_casts(model: nn.Module, ruled: Mapping[str, Precision], measured: Measured | None) -> None:
+def set_loss_casts(model: nn.Module, ruled: Mapping[str, Precision], measured: Measured) -> None:
     """Gives each head whose loss was measured apart the casts of that, if it is narrow and the head is not."""
     for name in _heads(measured):
         narrow = casts_of(ruled[name]) if _has_narrow_loss(measured, name) else None
         update_record(model.get_submodule(name), loss_casts=narrow)
 
 
-def notes_of(measured: Measured | None, ruled: Mapping[str, Precision]) -> dict[str, str]:
+def notes_of(measured: Measured, ruled: Mapping[str, Precision]) -> dict[str, str]:
     """Returns why each measured layer is as it is, with its loss where that has formats of its own."""
-    notes = {} if measured is None else dict(measured.notes)
+    notes = dict(measured.notes)
     for name in _heads(measured):
         of_loss = notes.pop(name + OF_LOSS)
         if _has_narrow_loss(measured, name):
@@ -133,13 +140,12 @@ def uses_history(module: Matmul) -> bool:
     return module.precision.delayed or (of_loss is not None and of_loss.delayed)
 
 
-def _heads(measured: Measured | None) -> list[str]:
-    narrow = {} if measured is None else measured.narrow
-    return [name for name in narrow if name + OF_LOSS in narrow]
+def _heads(measured: Measured) -> list[str]:
+    return [name for name in measured.narrow if name + OF_LOSS in measured.narrow]
 
 
-def _has_narrow_loss(measured: Measured | None, name: str) -> bool:
-    return measured is not None and measured.narrow[name + OF_LOSS] and not measured.narrow[name]
+def _has_narrow_loss(measured: Measured, name: str) -> bool:
+    return measured.narrow[name + OF_LOSS] and not measured.narrow[name]
 
 
 def _is_head(plan: Plan, plans: Sequence[Plan], precision: Precision) -> bool:

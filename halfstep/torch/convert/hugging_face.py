@@ -106,12 +106,11 @@ def choose_attention(model: nn.Module) -> list[Attention]:
         if not isinstance(part, modeling.PreTrainedModel) or any(config is row.config for row in found):
             continue
         if getattr(config, "_attn_implementation", None) in ("sdpa", NAME):  # models may share a configuration
-            found.append(Attention(type(part).__name__, config, _why_not(type(part))))
-    if any(not row.why_not for row in found):
-        register()
-    for row in found:
-        if not row.why_not:
-            row.config._attn_implementation_internal = NAME
+            row = Attention(type(part).__name__, config, _why_not(type(part)))
+            found.append(row)
+            if not row.why_not:
+                register()
+                row.config._attn_implementation_internal = NAME
     return found
 
 

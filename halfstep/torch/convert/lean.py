@@ -90,7 +90,8 @@ def save_memory(model: nn.Module, originals: Originals) -> tuple[str, ...]:
     for name, module in model.named_modules():
         record = record_of(module)
         if record is not EMPTY:
-            update_record(module, mode=_lean(record.mode), model_mode=_lean(record.model_mode))
+            modes = {"mode": _lean(record.mode), "model_mode": _lean(record.model_mode)}
+            update_record(module, lean=True, **modes)
         if isinstance(module, Norm | LayerNorm | RMSNorm):
             update_record(module, recomputed=True)
         elif _is_norm(module) or type(module).__module__ == _LIBRARY:

@@ -19,7 +19,7 @@ from halfstep.core.roles import Param, is_narrow, print_value
 from halfstep.torch.convert import known_packages, modules
 from halfstep.torch.convert.attention import MultiheadAttention
 from halfstep.torch.convert.functions.custom import reach_custom_functions
-from halfstep.torch.convert.functions.mode import PolicyMode, mode_of
+from halfstep.torch.convert.functions.mode import mode_of
 from halfstep.torch.convert.functions.table import add_hugging_face_operations
 from halfstep.torch.convert.hugging_face import CausalRoot, default_loss, reach_losses
 from halfstep.torch.convert.modules import (
@@ -37,7 +37,7 @@ from halfstep.torch.convert.modules import (
 )
 from halfstep.torch.convert.subclass import put_in_front, with_forward
 from halfstep.torch.layers import Layer, Matmul, Norm, casts_of
-from halfstep.torch.numerics.lowering import Casts, check_autocast
+from halfstep.torch.numerics.lowering import check_autocast
 from halfstep.torch.numerics.record import record_of, update_record
 from halfstep.torch.numerics.shards import is_shard
 from halfstep.torch.numerics.split.operand import is_split
@@ -148,43 +148,33 @@ def convert(
         for front in [] if ours else [plan.kind, root if module is model else None]:
             if front is not None:
                 module.__class__ = cast(Any, put_in_front)(front, type(module))
-        set_module_precision(module, precision, base, plan.role, has_split)
+        update_record(module, role=plan.role, has_split=has_split)
+        set_module_precision(module, precision, base)
     update_record(model, prepared=True)
     return originals
 
 
-def set_module_precision(
-    module: nn.Module,
-    precision: Precision,
-    base: Precision,
-    role: str | None = None,
-    has_split: bool | None = None,
-) -> bool:
-    """Gives a module that casts its precision; returns whether it has one. What is None stays as it was."""
+def set_module_precision(module: nn.Module, precision: Precision, base: Precision) -> bool:
+    """Gives a module that casts its precision; returns whether it has one."""
+    record = record_of(module)
+    how = {"has_split": record.has_split, "lean": record.lean}
     if isinstance(module, Root):
         casts = casts_of(base)
-        update_record(module, model_casts=casts, model_mode=_mode(casts, record_of(module).model_mode, has_split))
+        update_record(module, model_casts=casts, model_mode=mode_of(casts, **how))
     if isinstance(module, Layer):
         module.precision = precision
         if module.halfstep.loss_casts is not None:
             update_record(module, loss_casts=None)  # until fp8_choice.give_losses
     elif isinstance(module, Island | Leaf | Code):
-        before, casts = record_of(module), casts_of(precision)
+        casts = casts_of(precision)
         held = [*module.parameters(recurse=False)]
         wide = not isinstance(module, Experts) and any(p.dtype == torch.float32 for p in held)
-        mode = _mode(casts, before.mode, has_split, wide)
         small = wide and all(p.dim() < 2 for p in held) and not any(module.children())
         unreached = isinstance(module, Recipe | Island) or small
-        role = before.role if role is None else role
-        update_record(module, casts=casts, role=role, widen=wide, mode=None if unreached else mode)
+        update_record(
+            module, casts=casts, widen=wide, mode=None if unreached else mode_of(casts, leaf=wide, **how)
+        )
     return isinstance(module, Layer | Island | Leaf)
-
-
-def _mode(casts: Casts, before: PolicyMode | None, has_split: bool | None, leaf: bool = False) -> PolicyMode:
-    if has_split is None:
-        has_split = before is not None and before.has_split
-    lean = before is not None and before.lean
-    return mode_of(casts, leaf=leaf, has_split=has_split, lean=lean)
 
 
 def restore_all(originals: Originals) -> None:
@@ -207,6 +197,7 @@ def check_type(model: object) -> None:
 
 def check_model(model: nn.Module, *, empty: bool = False) -> None:
     """Refuses a model that is not as it was built, or that no policy fits; one without numbers unless `empty`."""
+    check_type(model)
     check_autocast()
     for name, module in model.named_modules():
         what = f"`{name}`" if name else f"the model, a {type(module).__name__},"

@@ -432,12 +432,6 @@ def check_targets(targets: Tensor, rows: torch.Size) -> None:
         )
 
 
-def check_chunks(chunks: int) -> None:
-    """Refuses fewer chunks than one."""
-    if chunks < 1:
-        raise LossError(f"a loss in {chunks} chunks", hint="1 is all tokens at once; more take less memory")
-
-
 def row_cross_entropy(logits: Tensor, targets: Tensor, terms: Terms, kept: int = 0) -> Tensor:
     """Returns the loss of each row of logits, in fp32; `kept` are the bits of mantissa of its gradient, if few."""
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 class ModuleRecord:
     """What halfstep knows about a module, beside what the module has itself."""
 
+    has_split: bool = False  # some parameters of the model are split masters
+    lean: bool = False  # the functions that its own code calls are computed again if that is cheap
     # modules that run their own forward (convert/modules.py: Island, Leaf, Code)
     casts: Any = None  # a `Casts`
     role: str = ""  # of an island

@@ -308,7 +308,7 @@ def check_move(run: RunParts, device: torch.device) -> None:
     policy, conversion = run.policy, run.conversion
     wanted = [p for each in (policy, policy.evaluation()) for p in resolve(run.model, each).wanted]
     check_supported(wanted, device)
-    measured = run.choice is not None or conversion.measured is not None
+    measured = run.choice is not None or bool(conversion.measured.narrow)
     what = ""
     if measured or any(precision.narrow and not precision.emulate for precision in wanted):
         what = "its precision was measured there" if measured else "whether fp8 runs depends on the device"

@@ -135,8 +135,7 @@ class CarriedState:
         self.wrappers = run.found_wrappers  # DDP takes what is to be sent once, and both send the same
         self.averages: dict[str, Tensor] = {} if run.averages is None else run.averages.named()
         self.amaxes: dict[str, Tensor] = {} if run.amaxes is None else run.amaxes.named()
-        measured = run.conversion.measured
-        self.narrow = {} if measured is None else dict(measured.narrow)
+        self.narrow = run.conversion.measured.narrow
 
     def restore(self, run: RunParts) -> None:
         """Gives it to the run under its new policy; amaxes of layers that both delay are among it."""

@@ -89,8 +89,8 @@ def _gelu(run: RunParts) -> Iterator[str]:
 
 
 def _measured(run: RunParts) -> Iterator[str]:
-    if run.conversion.measured is not None:
-        yield f"  measured: {run.conversion.measured.description}"
+    if how := run.conversion.measured.description:
+        yield f"  measured: {how}"
     if run.amaxes is not None:
         modules, past = dict(run.model.named_modules()), run.amaxes.history.shape[-1]
         count = sum(uses_history(cast(Matmul, modules[name])) for name in run.amaxes.layers)

@@ -10,7 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from halfstep.config.load import load
 from halfstep.config.model import ModelConfig
 from halfstep.core.arrays.measure import TOKENS
-from halfstep.core.choice.layers import BUDGET
+from halfstep.core.choice.layers import BUDGET, NO_LAYERS
 from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import E4M3, E5M2
 from halfstep.core.policy import Policy
@@ -135,7 +135,7 @@ def test_only_what_a_rule_says_it_of_is_measured_and_what_is_not_timed_stays_wid
     run = prepared("bf16-mixed; up: compute=e4m3:measured; down: compute=e4m3", device=device)
     assert len(device.asked) == 1
     assert narrow_layers(run.model) == {"down"}
-    assert apply(Net(), Policy.parse("bf16-mixed; up: compute=e4m3"), timer=device).measured is None
+    assert apply(Net(), Policy.parse("bf16-mixed; up: compute=e4m3"), timer=device).measured is NO_LAYERS
     device = Device({(16, 64): torch.OutOfMemoryError("2 GiB")}, otherwise=0.5e-3)
     run = prepared(device=device)
     assert narrow_layers(run.model) == {"down", "head"}

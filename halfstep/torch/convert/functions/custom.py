@@ -14,7 +14,7 @@ nothing.
 from collections.abc import Callable
 from functools import wraps
 from inspect import getclosurevars
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,17 +27,6 @@ from halfstep.torch.numerics.provenance import compiling
 _OURS = ("torch", "halfstep")
 _WRAPPED = "halfstep_wrapped"
 _DECORATED = torch.amp.custom_fwd(lambda ctx: None, device_type="cpu").__code__
-
-
-class Cast(NamedTuple):
-    """What `custom_fwd(cast_inputs=...)` asks for: floating inputs on one kind of device in a dtype."""
-
-    device: str
-    dtype: torch.dtype
-
-    def apply(self, t: Tensor) -> Tensor:
-        """Casts one of the inputs."""
-        return join_if_split(t).to(self.dtype) if t.device.type == self.device else t
 
 
 def _entry(description: str) -> Entry:
@@ -82,7 +71,7 @@ def _forward(kind: Any, forward: Any) -> Callable[..., Any]:
         if WATCHERS:
             WATCHERS[-1](mode.scope, kind, args, kwargs, CAST if cast else AS_WRITTEN, "")
         if cast is not None:
-            args, kwargs = map_tensors(cast.apply, (args, kwargs))
+            args, kwargs = map_tensors(cast, (args, kwargs))
             with torch._C.DisableTorchFunction():
                 return forward(*args, **kwargs)
         if has_context:
@@ -115,12 +104,11 @@ def _remember(ctx: Any, mode: PolicyMode | None) -> None:
         ctx.halfstep_mode = mode
 
 
-def _cast_of(forward: Any) -> Cast | None:
-    if getattr(forward, "__code__", None) is not _DECORATED:
-        return None
-    names = getclosurevars(forward).nonlocals
-    dtype = names.get("cast_inputs")
-    return None if dtype is None else Cast(names["device_type"], dtype)
+def _cast_of(forward: Any) -> Callable[[Tensor], Tensor] | None:
+    """Returns the cast that `custom_fwd(cast_inputs=...)` asks for: of inputs on one kind of device."""
+    names = getclosurevars(forward).nonlocals if getattr(forward, "__code__", None) is _DECORATED else {}
+    device, dtype = names.get("device_type"), names.get("cast_inputs")
+    return dtype and (lambda t: join_if_split(t).to(dtype) if t.device.type == device else t)
 
 
 _WRAPPERS = {"forward": _forward, "setup_context": _setup_context, "backward": _backward, "vjp": _backward}

@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.core.errors import UnsupportedTransformError
+from halfstep.core.torch_functions import named
 from halfstep.torch.convert.functions.entry import map_tensors, tensors_of
 from halfstep.torch.fp8.linear import layer_grad_bits
 from halfstep.torch.loss.plain import torch_loss, why_no_kernel
@@ -45,7 +46,8 @@ _BY_LAYER = "halfstep_by_layer"
 
 
 def _named(names: str) -> list[Any]:
-    return [getattr(place, name) for name in names.split() for place in (torch, Tensor) if hasattr(place, name)]
+    # torch.cpu and torch.cuda are modules, which dynamo of torch 2.11 does not look up in a set.
+    return [function for function in named(names, torch, Tensor) if callable(function)]
 
 
 SAME_ROWS = frozenset(_named("view view_as reshape flatten unsqueeze squeeze contiguous"))
@@ -101,10 +103,11 @@ class Widened(Tensor):
                 return func(*args, **kwargs)
             if func in _WRITES and isinstance(x, Widened):
                 return _write(func, x, args, kwargs)
-            if func.__name__ in ("__get__", "__set__", "__delete__"):
+            if func.__name__ in _ATTRIBUTE:
                 y = func(*args, **kwargs)
                 return func(_wide(x), *args[1:], **kwargs) if isinstance(y, Tensor) else y
-            return func(*_wide(args), **{key: _wide(value) for key, value in kwargs.items()})
+            args, kwargs = map_tensors(_wide, (args, kwargs))
+            return func(*args, **kwargs)
 
 
 def widen(logits: Tensor) -> Tensor:
@@ -226,15 +229,16 @@ def _write(func: Any, x: Widened, args: Any, kwargs: Any) -> Any:
             hint="write to them before they are reshaped, or out of place: logits = logits.masked_fill(...)",
         )
     wide = _wide(x)
-    y = func(wide, *_wide(args[1:]), **{key: _wide(value) for key, value in kwargs.items()})
+    others, kwargs = map_tensors(_wide, (args[1:], kwargs))
+    y = func(wide, *others, **kwargs)
     setattr(x, _WIDE, wide)
     return x if y is wide else y
 
 
-def _wide(given: Any) -> Any:
-    if isinstance(given, Widened):
-        return getattr(given, _WIDE) if hasattr(given, _WIDE) else given.float()
-    return type(given)([_wide(part) for part in given]) if type(given) in (tuple, list) else given
+def _wide(x: Any) -> Any:
+    if not isinstance(x, Widened):
+        return x
+    return getattr(x, _WIDE) if hasattr(x, _WIDE) else x.float()
 
 
 # --- what a model returns beside its loss
@@ -249,23 +253,9 @@ _OUTPUT_LOOKS = (
     "is_floating_point is_complex is_pinned get_device argmax argmin isnan isinf isfinite __len__ backward "
     "register_hook retain_grad record_stream"
 )
-_OUTPUT_WRITES = "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__"
-
-
-def _kept_functions() -> frozenset[Any]:
-    places = [
-        (place, name)
-        for name in f"{_OUTPUT_MOVES} {_OUTPUT_LOOKS} {_OUTPUT_WRITES}".split()
-        for place in (torch, Tensor)
-    ]
-    # torch.cpu and torch.cuda are modules, which dynamo of torch 2.11 does not look up in a set.
-    functions = [getattr(place, name) for place, name in places if callable(getattr(place, name, None))]
-    names = [name for name in dir(Tensor) if name.endswith("_") and not name.endswith("__")]
-    return frozenset([*functions, *(getattr(Tensor, name) for name in names)])
-
-
 # Functions that compute nothing, or write to a tensor that is given; and those that read or set an attribute.
-KEPT, _ATTRIBUTE = _kept_functions(), ("__get__", "__set__", "__delete__")
+KEPT = _WRITES.union(_named(f"{_OUTPUT_MOVES} {_OUTPUT_LOOKS}"))
+_ATTRIBUTE = ("__get__", "__set__", "__delete__")
 
 
 class Output(Tensor):
@@ -277,22 +267,15 @@ class Output(Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__ in _ATTRIBUTE or func in KEPT:
-                return _wrap(func(*args, **kwargs))
-            return func(*_widen(args), **{key: _widen(value) for key, value in kwargs.items()})
+                return map_tensors(_wrap, func(*args, **kwargs))
+            args, kwargs = map_tensors(lambda x: x.float() if isinstance(x, Output) else x, (args, kwargs))
+            return func(*args, **kwargs)
 
 
 def keep_narrow(y: Tensor) -> Tensor:
     """Returns a bf16 or fp16 tensor with which everybody computes in fp32; any other as it is."""
-    return y.as_subclass(Output) if y.dtype in NARROW and y.dim() else y
+    return _wrap(y) if y.dim() else y
 
 
-def _wrap(y: Any) -> Any:
-    if isinstance(y, Tensor):
-        return y if isinstance(y, Output) or y.dtype not in NARROW else y.as_subclass(Output)
-    return type(y)([_wrap(part) for part in y]) if type(y) in (tuple, list) else y
-
-
-def _widen(given: Any) -> Any:
-    if isinstance(given, Output):
-        return given.float()
-    return type(given)([_widen(part) for part in given]) if type(given) in (tuple, list) else given
+def _wrap(y: Tensor) -> Tensor:
+    return y if isinstance(y, Output) or y.dtype not in NARROW else y.as_subclass(Output)
