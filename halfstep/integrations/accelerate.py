@@ -163,7 +163,7 @@ class Accelerator(accelerate.Accelerator):
         """Gives optimizers to the run of their model; other ones than it has begin a new run of the same model."""
         if not wrapped:
             return
-        runs = {id(run): run for run in (self._run_for(each) for each in wrapped)}
+        runs = {id(run): run for run in (self._find_run(each) for each in wrapped)}
         others = [run for run in self._runs if run.optimizers and id(run) not in runs]
         if len(runs) > 1 or others:
             raise UnsupportedModelError(
@@ -182,7 +182,7 @@ class Accelerator(accelerate.Accelerator):
         for each in wrapped:
             each.run = run
 
-    def _run_for(self, wrapped: "PolicyOptimizer") -> Run:
+    def _find_run(self, wrapped: "PolicyOptimizer") -> Run:
         held = {p for group in wrapped.param_groups for p in group["params"]}
         for run in self._runs:
             if not held.isdisjoint(run.masters.names):

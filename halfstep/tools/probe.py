@@ -43,7 +43,7 @@ from halfstep.core.formats import FP32, TF32, Format
 from halfstep.core.policy import PRESETS, Policy, read
 from halfstep.core.precision import operand_formats
 from halfstep.core.roles import is_narrow
-from halfstep.training.telemetry.meters import Ceiling, recorded
+from halfstep.training.telemetry.meters import Ceiling, recorded_ceiling
 
 Say = Callable[[str], None]
 
@@ -167,7 +167,7 @@ def measure_ceiling(
     module = _need(config.backend)
     device = device or module.devices()[0]
     hardware, fmt = module.describe(device), policy.compute.format
-    earlier = recorded(known, hardware.name, fmt) if known is not None else None
+    earlier = recorded_ceiling(known, hardware.name, fmt) if known is not None else None
     if earlier is not None:
         return earlier
     support = module.supported(fmt, device)

@@ -296,7 +296,7 @@ class Watchdog:
     def _publish(self, mark: Mark) -> None:
         self._beat += 1
         process = f"process {os.getpid()} on {os.uname().nodename}"
-        self.host.note("at", json.dumps(Row(self._beat, mark.number, mark.what, _line(), process)))
+        self.host.note("at", json.dumps(Row(self._beat, mark.number, mark.what, _current_line(), process)))
 
     def _end(self, mark: Mark) -> None:
         """Ends the process if it still waits after the others have had time to publish what they do."""
@@ -324,7 +324,7 @@ class Watchdog:
             os._exit(CODE)
 
 
-def _line() -> str:
+def _current_line() -> str:
     """Returns the line that the main thread is at."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:

@@ -133,10 +133,10 @@ class Fabric(PlainFabric):
             rest = super().load(path, given, strict, **kwargs)
         except KeyError as error:
             if STATE in str(error):
-                raise _without_state(path) from error
+                raise _missing_state_error(path) from error
             raise
         if not states.loaded:
-            raise _without_state(path)
+            raise _missing_state_error(path)
         state.update({name: given[name] for name in state if name in given})
         return {name: value for name, value in rest.items() if name not in runs}
 
@@ -145,7 +145,7 @@ class Fabric(PlainFabric):
         return {name: run for name, run in found.items() if run is not None}
 
 
-def _without_state(path: Any) -> HalfstepError:
+def _missing_state_error(path: Any) -> HalfstepError:
     """Returns the refusal of a checkpoint that was saved without a policy."""
     return StateError(
         f"`{path}` has no state of a run: it was saved without a policy",

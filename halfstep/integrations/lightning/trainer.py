@@ -133,7 +133,7 @@ class HalfstepPrecision(PlainPrecision):
     ) -> None:
         """Adds the gradients of a micro-batch, whose loss Lightning has divided by their number."""
         if optimizer is None:
-            raise _manual()
+            raise _manual_optimization_error()
         check_backward(args, kwargs)
         self.run.backward(tensor, normalized=True)
 
@@ -153,7 +153,7 @@ class HalfstepPrecision(PlainPrecision):
             self.result = None
             return loss  # training_step returned None for every micro-batch
         run.clip_norm = 0.0  # until Lightning's hook says otherwise
-        if any(is_overridden(hook, user) for hook in _HOOKS for user in _users(model, hook)):
+        if any(is_overridden(hook, user) for hook in _HOOKS for user in _hook_owners(model, hook)):
             run.unscale()  # other code is about to read or change the gradients
         self._after_closure(model, optimizer)
         self.result = update(run)
@@ -193,12 +193,12 @@ class HalfstepPrecision(PlainPrecision):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores a run bit for bit; to evaluate, Lightning has loaded the weights already."""
-        if self.run.optimizers and self._fits():
+        if self.run.optimizers and self._is_fitting():
             load_state(self.run, state_dict)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keeps Lightning from loading the optimizers' state over the run's; takes over that of a plain job."""
-        if not self._fits() or "optimizer_states" not in checkpoint:
+        if not self._is_fitting() or "optimizer_states" not in checkpoint:
             return  # Lightning refuses to resume from weights alone
         if type(self).__qualname__ not in checkpoint:
             scaled = isinstance(self.run.policy.scale, DynamicScale)
@@ -209,14 +209,14 @@ class HalfstepPrecision(PlainPrecision):
             )
         checkpoint["optimizer_states"] = []
 
-    def _fits(self) -> bool:
+    def _is_fitting(self) -> bool:
         return cast(pl.LightningModule, self.run.model).trainer.state.fn == TrainerFn.FITTING
 
 
 def _check_module(module: pl.LightningModule) -> None:
     """Refuses modules that make their own updates or backward passes."""
     if not module.automatic_optimization:
-        raise _manual()
+        raise _manual_optimization_error()
     if is_overridden("backward", module):
         raise UnsupportedModelError(
             f"{type(module).__name__}.backward is its own, and would bypass the run: no scale, no finite check",
@@ -224,7 +224,7 @@ def _check_module(module: pl.LightningModule) -> None:
         )
 
 
-def _manual() -> HalfstepError:
+def _manual_optimization_error() -> HalfstepError:
     """Returns the refusal of manual optimization."""
     return UnsupportedModelError(
         "manual optimization: the module makes its own updates, which a plugin cannot check, clip or skip",
@@ -260,6 +260,6 @@ def _without_compile(module: pl.LightningModule) -> Iterator[None]:
                 setattr(module, name, context["dynamo_ctx"](getattr(module, name)))
 
 
-def _users(model: pl.LightningModule, hook: str) -> list[Any]:
+def _hook_owners(model: pl.LightningModule, hook: str) -> list[Any]:
     callbacks = model.trainer.callbacks if hook == "on_before_optimizer_step" else []  # type: ignore[attr-defined]
     return [model, *callbacks]

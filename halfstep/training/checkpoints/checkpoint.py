@@ -406,7 +406,7 @@ def rows_in_files(entry: Mapping[str, Any]) -> dict[str, Sequence[int]]:
     return entry.get("rows") or {entry.get("file", STATE): (0, num_rows(entry["shape"]))}
 
 
-def make_whole(ranges: Iterable[Sequence[int]], rows: int) -> bool:
+def cover_all_rows(ranges: Iterable[Sequence[int]], rows: int) -> bool:
     """Whether ranges of rows are all rows of a tensor, each once."""
     end = 0
     for each in sorted(map(tuple, ranges)):
@@ -430,7 +430,7 @@ def _check_pieces(file: Path, manifest: Mapping[str, Any]) -> None:
     """Refuses a table of tensors with rows that are in no file, or in two."""
     for name, entry in manifest["tensors"].items():
         held, shape = rows_in_files(entry), entry["shape"]
-        fits = make_whole(held.values(), num_rows(shape)) and bool(shape or not entry.get("rows"))
+        fits = cover_all_rows(held.values(), num_rows(shape)) and bool(shape or not entry.get("rows"))
         if not fits or any(each not in manifest["files"] for each in held):
             raise damage_error(file, f"it does not say where all rows of tensor `{name}` are")
         if entry["dtype"] not in DTYPES:

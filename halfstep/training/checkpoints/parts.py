@@ -168,7 +168,7 @@ def _merge_tables(notes: Mapping[str, Mapping[str, Any]], target: Path) -> dict[
             entry["rows"][file] = [start, start + here["shape"][0]]
     for name, entry in tensors.items():
         ranges, rows = checkpoint.rows_in_files(entry).values(), checkpoint.num_rows(entry["shape"])
-        if not checkpoint.make_whole(ranges, rows):
+        if not checkpoint.cover_all_rows(ranges, rows):
             raise _ill_fitting_error(target, name)
     return tensors
 

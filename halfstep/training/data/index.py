@@ -114,7 +114,7 @@ class Index:
 
 def write_index(folder: Path, index: Index) -> Index:
     """Writes the index and returns it with its digest."""
-    content = sealed({key: value for key, value in dataclasses.asdict(index).items() if key != "digest"})
+    content = seal({key: value for key, value in dataclasses.asdict(index).items() if key != "digest"})
     write_whole(folder / INDEX, content)
     return dataclasses.replace(index, digest=json.loads(content)["digest"])
 
@@ -172,7 +172,7 @@ def is_marked(folder: Path) -> bool:
     return False
 
 
-def sealed(table: Mapping[str, Any]) -> bytes:
+def seal(table: Mapping[str, Any]) -> bytes:
     """Returns a table as JSON that contains a digest of itself."""
     marked = {"kind": MARK, "format": FORMAT, **table}
     return json.dumps({**marked, "digest": digest_of(marked)}, indent=1).encode() + b"\n"

@@ -51,7 +51,7 @@ class Ceiling:
 UNMEASURED = Ceiling(None, "this device was not measured; `halfstep train` measures it")
 
 
-def recorded(events: Path, device: str, fmt: Format) -> Ceiling | None:
+def recorded_ceiling(events: Path, device: str, fmt: Format) -> Ceiling | None:
     """Returns the ceiling that an earlier session of the run measured in a format on a device of that name."""
     from halfstep.training.telemetry.events import line_starts, newest_first  # loads numpy
 

@@ -116,10 +116,10 @@ class Layout:
         upper, *lower = (tensors[piece] for piece in self.pieces(tensors, name))
         return join(upper.bits("<u2"), lower[0].bits("<i2")) if lower else upper.read()
 
-    def lacks(self, model: ModelConfig) -> list[str]:
+    def missing_settings(self, model: ModelConfig) -> list[str]:
         """Returns the settings of a model that the layout cannot express; none if it is such a model."""
-        ours, theirs = resolved(model), {**self.from_shapes({}), **self.from_config(self.to_config(model))}
-        return [f"{key} = {written(ours[key])}" for key, value in theirs.items() if ours[key] != value]
+        ours, theirs = resolve_settings(model), {**self.from_shapes({}), **self.from_config(self.to_config(model))}
+        return [f"{key} = {format_setting(ours[key])}" for key, value in theirs.items() if ours[key] != value]
 
     def lay_out(self, model: ModelConfig, weights: Weights) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Yields the tensors of a file, by their names there: what `sources` and `Source.extract` read back."""
@@ -351,7 +351,7 @@ def _own_sources(model: ModelConfig) -> dict[str, Source]:
 def _own_from_config(config: Table) -> Settings:
     """How the weights of the run were initialized makes no difference any more."""
     model = build(ModelConfig, {key: config[key] for key in config if key != "model_type"}, "model.")
-    return {key: value for key, value in resolved(model).items() if key != "zero_init"}
+    return {key: value for key, value in resolve_settings(model).items() if key != "zero_init"}
 
 
 OWN = Layout(
@@ -370,17 +370,17 @@ LAYOUTS = (GPT2, QWEN3, OWN)
 
 def hugging_face(model: ModelConfig) -> Layout:
     """Returns the layout of transformers that a model has; refuses one that has none, with the reasons."""
-    lacks = {layout: layout.lacks(model) for layout in LAYOUTS if layout is not OWN}
-    if fitting := [layout for layout, settings in lacks.items() if not settings]:
+    missing = {layout: layout.missing_settings(model) for layout in LAYOUTS if layout is not OWN}
+    if fitting := [layout for layout, settings in missing.items() if not settings]:
         return fitting[0]
-    reasons = "; ".join(f"{layout.name} has no {', '.join(settings)}" for layout, settings in lacks.items())
+    reasons = "; ".join(f"{layout.name} has no {', '.join(settings)}" for layout, settings in missing.items())
     raise WeightsFitError(
         f"the model has no Hugging Face layout: {reasons}",
         hint="export it `--to safetensors`, `onnx` or `int8`; the recipes gpt2 and qwen3 have one",
     )
 
 
-def resolved(model: ModelConfig) -> Settings:
+def resolve_settings(model: ModelConfig) -> Settings:
     """Returns the settings of a model, with the numbers that a zero stands for."""
     return asdict(model) | {
         "kv_heads": model.num_kv_heads,
@@ -402,7 +402,7 @@ def _sizes(tensors: Tensors, blocks: str, at: Mapping[str, str]) -> Settings:
     return sizes
 
 
-def written(value: Any) -> str:
+def format_setting(value: Any) -> str:
     """Returns a setting as `--set` takes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 

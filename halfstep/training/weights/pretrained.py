@@ -35,7 +35,15 @@ from halfstep.training.checkpoints.tensors import MANIFEST, DamagedCheckpointErr
 from halfstep.training.session import backend_module
 from halfstep.training.weights import safetensors
 from halfstep.training.weights.artifact import is_artifact, read_artifact
-from halfstep.training.weights.layouts import LAYOUTS, OWN, Layout, Settings, Tensors, resolved, written
+from halfstep.training.weights.layouts import (
+    LAYOUTS,
+    OWN,
+    Layout,
+    Settings,
+    Tensors,
+    format_setting,
+    resolve_settings,
+)
 from halfstep.training.weights.safetensors import DecodedTensor, Tensor, WeightsFileError, WeightsFitError
 
 CONFIG = "config.json"
@@ -229,22 +237,21 @@ def _check_settings(place: Path, layout: Layout, model: ModelConfig, expected: S
     with contextlib.suppress(ConfigError):
         off = stated | _mismatches(replace(model, **stated), expected)
     if off:
-        here = resolved(model)
-        differ = [
-            f"model.{key} is {written(there)} there and {written(here[key])} here" for key, there in off.items()
-        ]
+        here = {key: format_setting(value) for key, value in resolve_settings(model).items()}
+        wanted = {key: format_setting(value) for key, value in off.items()}
+        differ = [f"model.{key} is {there} there and {here[key]} here" for key, there in wanted.items()]
         # Another kind of model, not another size: there is a recipe of that kind.
         kind = {"norm", "positions"} & off.keys() and layout.name in recipe_names()
         better = f"begin with the recipe, `halfstep train {layout.name} --init {place}`, or " if kind else ""
         raise WeightsFitError(
             f"`{place}` does not fit the recipe: {', '.join(differ)}",
-            hint=f"{better}use " + " ".join(f"--set model.{key}={written(there)}" for key, there in off.items()),
+            hint=f"{better}use " + " ".join(f"--set model.{key}={there}" for key, there in wanted.items()),
         )
 
 
 def _mismatches(model: ModelConfig, expected: Settings) -> Settings:
     """Returns the settings that keep a model from fitting. Its vocabulary may be larger, its context shorter."""
-    here = resolved(model)
+    here = resolve_settings(model)
     loose = {
         "vocabulary": here["vocabulary"] >= expected.get("vocabulary", 0),
         "context": here["context"] <= expected.get("context", here["context"]),

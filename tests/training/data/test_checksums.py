@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from halfstep.training.data import shards
-from halfstep.training.data.index import read_index, read_verified, sealed, write_index
+from halfstep.training.data.index import read_index, read_verified, seal, write_index
 from halfstep.training.data.load import load_corpus
 from halfstep.training.data.pack import blocks
 from halfstep.training.data.pack import pack as packing
@@ -268,7 +268,7 @@ def test_data_packed_before_checksums_existed_is_still_read(flip, folder, source
         for record in table[side]["shards"]:
             del record["sums"]
     table = {key: value for key, value in table.items() if key not in ("kind", "format", "digest")}
-    (folder / "index.json").write_bytes(sealed(table))
+    (folder / "index.json").write_bytes(seal(table))
     for path in folder.glob("*.crc"):
         path.unlink()
     assert verify(folder) == []

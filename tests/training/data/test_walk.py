@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from halfstep.training.data.index import sealed
+from halfstep.training.data.index import seal
 from halfstep.training.data.load import load_corpus
 from halfstep.training.data.pack.sources import find_sources
 from halfstep.training.data.types import DataContentError, DataNotFoundError
@@ -172,7 +172,7 @@ def test_packed_folders_are_skipped(tree, tmp_path, name):
     tree(tmp_path, {f"{n}.txt": prose(n) for n in range(5)} | {"site/index.json": "[]", "site/a.bin": b"\0"})
     before = load_corpus(str(tmp_path), 0.3, 256)
     assert before.num_documents == 6  # an index and a *.bin of its own
-    tree(tmp_path / "sub" / "packed", {name: sealed({}), "tokenizer.json": "{}", "train_000000.bin": b"\0"})
+    tree(tmp_path / "sub" / "packed", {name: seal({}), "tokenizer.json": "{}", "train_000000.bin": b"\0"})
     after = load_corpus(str(tmp_path), 0.3, 256)
     assert after.digest == before.digest
     assert "1 packed folder skipped" in after.description

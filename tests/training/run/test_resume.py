@@ -22,7 +22,7 @@ from halfstep.training.files import write_whole
 from halfstep.training.run.folder import Record, RunFacts
 from halfstep.training.run.resume import decide
 from halfstep.training.telemetry.events import EventsError
-from halfstep.training.telemetry.meters import recorded
+from halfstep.training.telemetry.meters import recorded_ceiling
 from tests.training.runs import (
     at_step,
     events_of,
@@ -223,7 +223,7 @@ def test_checkpoints_alone_are_enough_to_resume(text, tmp_path, steps):
     start(text, plain).run()
     interrupt_at(start(text, out), steps) if steps < 12 else start(text, out).run()
     (out / paths.EVENTS).unlink()
-    assert recorded(out / paths.EVENTS, "any", FP32) is None
+    assert recorded_ceiling(out / paths.EVENTS, "any", FP32) is None
     assert resume(out).run().finished
     assert final_state(out)[0] == final_state(plain)[0]
     assert events_of(out, "end")

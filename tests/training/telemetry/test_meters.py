@@ -15,7 +15,7 @@ from halfstep.training.telemetry.meters import (
     Watch,
     describe_totals,
     format_flops,
-    recorded,
+    recorded_ceiling,
 )
 from tests.training.runs import SMALL, before_step, starter, stop
 
@@ -188,12 +188,12 @@ def test_a_recorded_ceiling_is_of_the_same_device_and_format_and_the_newest(tmp_
         events.write("start", device={"kind": "cpu", "name": "one"})  # of a version without ceilings
     with open(path, "ab") as file:
         file.write(b'{"event": "start", "device": {"name": "one"}, "ceil')  # a kill
-    assert recorded(path, "one", FP32) == Ceiling(2e12, "fp32")
-    assert recorded(path, "one", BF16) is None  # the precision was changed
-    assert recorded(path, "third", FP32) is None
-    assert recorded(tmp_path / "none", "one", FP32) is None  # checkpoints that were moved without their record
+    assert recorded_ceiling(path, "one", FP32) == Ceiling(2e12, "fp32")
+    assert recorded_ceiling(path, "one", BF16) is None  # the precision was changed
+    assert recorded_ceiling(path, "third", FP32) is None
+    assert recorded_ceiling(tmp_path / "none", "one", FP32) is None  # checkpoints alone were moved
     with pytest.raises(EventsError, match="cannot be read"):
-        recorded(tmp_path, "one", FP32)
+        recorded_ceiling(tmp_path, "one", FP32)
 
 
 def test_a_run_records_all_of_it(text, tmp_path):

@@ -38,7 +38,7 @@ from halfstep.training.data.index import (
     is_packed,
     read_index,
     read_verified,
-    sealed,
+    seal,
     write_index,
 )
 from halfstep.training.data.pack.blocks import Block, Position, blocks
@@ -255,7 +255,7 @@ class _Packing:
             skipped=dict(sorted(self.skipped.items())),
             shares=self.shares,
         )
-        write_whole(self.out / STATE, sealed(dataclasses.asdict(state)))
+        write_whole(self.out / STATE, seal(dataclasses.asdict(state)))
 
     def _check_sizes(self) -> None:
         """Refuses sources that changed meanwhile: a growing file would be packed in part."""
