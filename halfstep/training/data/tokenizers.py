@@ -372,12 +372,9 @@ def open_tokenizer(spec: str, separator: str | None = None) -> Tokenizer:
         files = [entry.name for entry in neighbors if entry.suffix in (".json", ".model") or entry.is_dir()]
         hint = did_you_mean(path.name, [BytesTokenizer.kind, "tiktoken:gpt2", *files], _CHOICES)
         raise TokenizerError(f"tokenizer `{spec}` does not exist", hint=hint)
-    if path.name == Tiktoken.file:
-        return Tiktoken.read(path, separator)
-    if path.suffix == ".json":
-        return HuggingFace.read(path, separator)
-    if path.suffix == ".model":
-        return SentencePiece.read(path, separator)
+    for ending, kind in ((Tiktoken.file, Tiktoken), (".json", HuggingFace), (".model", SentencePiece)):
+        if path.name.endswith(ending):
+            return kind.read(path, separator)
     raise TokenizerError(f"`{path}` does not have the name of a tokenizer", hint=_CHOICES)
 
 
@@ -392,7 +389,7 @@ def open_saved(folder: Path, identity: TokenizerIdentity) -> Tokenizer:
 
 
 def _find_in_folder(folder: Path) -> Path:
-    for name in ("tokenizer.json", "tokenizer.model", "tokenizer.tiktoken.json"):
-        if (folder / name).is_file():
-            return folder / name
+    for kind in _LIBRARIES.values():
+        if (folder / kind.file).is_file():
+            return folder / kind.file
     raise TokenizerError(f"folder `{folder}` holds no tokenizer", hint=_CHOICES)

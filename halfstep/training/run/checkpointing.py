@@ -16,7 +16,7 @@ from halfstep.config.session import Session
 from halfstep.core.state_format import Snapshot, Stored
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.checkpoint import Loaded
-from halfstep.training.checkpoints.tensors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
+from halfstep.training.checkpoints.tensors import CheckpointError, DamagedCheckpointError
 from halfstep.training.checkpoints.writer import Saved, Saver, due_step, good_step, survey
 from halfstep.training.job import Job
 from halfstep.training.run.health import Health
@@ -26,7 +26,6 @@ from halfstep.training.telemetry.progress import Progress
 
 PATIENCE, PAUSE = 300.0, 5.0  # seconds in which the last save is tried again, and between two tries
 GLANCE = 0.1  # seconds between two checks of the deadline while waiting
-NO_MEMORY = "the host has no memory left for a copy"
 LONG = 1.0  # seconds that training may wait for a save before a warning
 
 
@@ -40,7 +39,7 @@ class NullSaver(Saver):
 
 
 def _raise_no_memory() -> dict[str, Stored]:
-    raise CheckpointWriteError(NO_MEMORY)
+    raise MemoryError("the host has no memory left for a copy")
 
 
 @dataclass(eq=False)
@@ -71,15 +70,7 @@ class Checkpointer:
         if not self._agreed(self.wait()):
             return
         meta = self.describe(step, self._held_out.get(step))
-        try:
-            waited = self.saver.save(step, self._snapshot, meta, self.health.good, due)
-        except Exception as error:
-            if not self.session.is_out_of_memory(error):
-                raise
-            took = time.perf_counter() - due
-            reason = CheckpointWriteError(f"the checkpoint of step {step}: {NO_MEMORY}")
-            self._report(Saved(step, None, 0, took, took, reason))
-            return
+        waited = self.saver.save(step, self._snapshot, meta, self.health.good, due)
         if busy and waited > LONG and not self._warned_of_waiting:
             self._warned_of_waiting = True
             self.warn(
@@ -88,11 +79,11 @@ class Checkpointer:
             )
 
     def _snapshot(self) -> Snapshot:
-        """Copies the state. Of ranks that save together, one without memory fails the save for all, later."""
+        """Copies the state. Without memory for a copy the save fails later, and for all ranks that share it."""
         try:
             return self.session.snapshot()
         except Exception as error:
-            if not (self.job.is_sharded and self.session.is_out_of_memory(error)):
+            if not self.session.is_out_of_memory(error):
                 raise
             return _raise_no_memory
 

@@ -284,6 +284,7 @@ def test_a_copy_that_the_host_has_no_memory_for_is_a_save_that_failed(checkpoint
             checkpointer.save(3)
         return
     checkpointer.save(3)
+    checkpointer.wait()
     del checkpointer.session.snapshot
     (event,) = events_of(checkpointer)
     assert (event["event"], event["step"]) == ("save_failed", 3)
