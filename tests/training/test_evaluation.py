@@ -87,16 +87,16 @@ def test_bits_per_byte_are_right_with_every_tokenizer_and_so_is_the_yardstick(co
 
 def test_shards_without_a_tokenizer_have_no_bits_per_byte_and_an_added_space_is_no_byte():
     tokens = np.arange(200, dtype=np.uint16) % 50
-    unknown = Corpus(tokens, tokens, "", "unknown", None, None)
+    unknown = Corpus(tokens, tokens, "", "unknown", None)
     found = evaluate(Model(lambda _, y: np.ones(y.shape)), unknown, config())
     assert found.bits_per_byte is None
     assert found.ratio is None
     assert found.bigram_bits == 0.0
-    average = Corpus(tokens, tokens, "", "average", 2.5, None)
+    average = Corpus(tokens, tokens, "", "average", 2.5)
     found = evaluate(Model(lambda _, y: np.ones(y.shape)), average, config())
     assert found.bits_per_byte == pytest.approx(1 / math.log(2) / 2.5)
     table = TokenBytes.of([b"", b" ab", b"c"], adds_space=True, separator=0)
     tokens = np.array([0, 1, 1, 2, 0, 1, 2], dtype=np.uint16)
-    corpus = Corpus(tokens, tokens, "", "space", 1.0, None, table)
+    corpus = Corpus(tokens, tokens, "", "space", 1.0, table)
     found = evaluate(Model(lambda _, y: np.ones(y.shape)), corpus, config(context=2))
     assert found.bits_per_byte == pytest.approx(6 / math.log(2) / (2 + 3 + 1 + 0 + 2 + 1))

@@ -32,7 +32,6 @@ class Corpus:
     description: str  # one line, for people
     digest: str  # identifies both sides: a run resumes only on data with the same digest
     bytes_per_token: float | None  # of held-out text: 1 for bytes, None for shards of an unknown tokenizer
-    num_documents: int | None  # None for shards: counting would read them all
     token_bytes: TokenBytes | None = None  # the length of each token, if known and not always 1
     held_out_digest: str = ""  # identifies the held-out side alone, of text
     vocabulary: int | None = None  # how many tokens there can be; None for shards of an unknown tokenizer
@@ -108,7 +107,6 @@ def from_sides(
         description=f"{description}: {len(train):,} bytes to train on, {len(validation):,} held out",
         digest=identity.hexdigest(),
         bytes_per_token=1.0,
-        num_documents=len(to_train) + len(held_out),
         held_out_digest=blake2b(validation.tobytes(), digest_size=16).hexdigest(),
         vocabulary=BYTES,
     )

@@ -186,7 +186,6 @@ def load_held_out(text: str, source: str, recorded: Mapping[str, Any], vocabular
         description=f"held-out text `{text}`: {len(tokens):,} tokens, tokenizer {tokenizer.name}",
         digest=blake2b(tokens.tobytes(), digest_size=16).hexdigest(),
         bytes_per_token=sum(part.text_bytes for part in parts) / len(tokens),
-        num_documents=sum(len(part.starts) for part in parts),
         token_bytes=tokenizer.token_bytes,
     )
 

@@ -56,7 +56,6 @@ def packed_corpus(folder: Path, share: float, vocabulary: int) -> Corpus:
         f"{len(validation):,} held out, tokenizer {index.tokenizer.name}",
         digest=digest,
         bytes_per_token=_bytes_per_token(index),
-        num_documents=index.train.documents + index.val.documents,
         token_bytes=read_token_bytes(folder, index),
         vocabulary=index.tokenizer.vocabulary,
     )

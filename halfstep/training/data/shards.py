@@ -318,7 +318,6 @@ def shards_corpus(paths: Sequence[Path], share: float, vocabulary: int, source: 
         ),
         digest=shards_digest(shards, len(train)),
         bytes_per_token=None,
-        num_documents=None,
     )
 
 

@@ -45,7 +45,7 @@ def test_it_is_mapped_and_identified_by_its_index_and_may_be_linked_or_moved(fol
     assert corpus.digest == index.digest
     assert (len(corpus.train), len(corpus.validation)) == (index.train.tokens, index.val.tokens)
     assert all(shard.mapped is not None for shard in corpus.train.shards)
-    assert corpus.num_documents == 400
+    assert index.train.documents + index.val.documents == 400
     assert "packed shards" in corpus.description
     with refuses(DataError, "data.validation = 0.3 changes nothing: .* was packed with held-out text", "leave"):
         load_corpus(str(folder), 0.3, 256)

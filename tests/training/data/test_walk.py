@@ -47,7 +47,7 @@ def test_links_are_followed_and_nothing_is_read_twice(tree, tmp_path):
     (other / "deep" / "back").symlink_to(folder)
     (other / "deep" / "again").symlink_to(other)
     assert read(folder) == ["b.txt", "sub/c.txt", "x.txt", "y/d.txt", "y/deep/f.txt"]
-    assert load_corpus(str(folder), 0.3, 256).num_documents == 5
+    assert "(5 texts" in load_corpus(str(folder), 0.3, 256).description
     os.link(folder / "b.txt", folder / "hard.txt")  # a file of its own, as it has always been
     assert "hard.txt" in read(folder)
 
@@ -149,7 +149,7 @@ def test_folders_that_only_look_like_runs_are_text(tree, tmp_path):
         tmp_path, {"one/run.toml": "a = 1", "two/events.jsonl": "{}", "three/checkpoints/x": "y", "four/lock": "z"}
     )
     assert len(read(tmp_path)) == 4
-    assert load_corpus(str(tmp_path), 0.3, 256).num_documents == 3  # JSONL is not text
+    assert "(3 texts" in load_corpus(str(tmp_path), 0.3, 256).description  # JSONL is not text
 
 
 @pytest.mark.parametrize("partial", [False, True])
@@ -171,7 +171,7 @@ def test_a_folder_that_holds_only_a_lock_is_skipped(tree, tmp_path, partial):
 def test_packed_folders_are_skipped(tree, tmp_path, name):
     tree(tmp_path, {f"{n}.txt": prose(n) for n in range(5)} | {"site/index.json": "[]", "site/a.bin": b"\0"})
     before = load_corpus(str(tmp_path), 0.3, 256)
-    assert before.num_documents == 6  # an index and a *.bin of its own
+    assert "(6 texts" in before.description  # an index and a *.bin of its own
     tree(tmp_path / "sub" / "packed", {name: seal({}), "tokenizer.json": "{}", "train_000000.bin": b"\0"})
     after = load_corpus(str(tmp_path), 0.3, 256)
     assert after.digest == before.digest

@@ -15,6 +15,7 @@ from halfstep.core.errors import HalfstepError
 from halfstep.training.weights import layouts
 from halfstep.training.weights.pretrained import open_pretrained
 from halfstep.training.weights.safetensors import WeightsFitError
+from tests.refusals import refuses
 
 LAYERS, VOCABULARY = 2, 128
 SIZES = [f"vocabulary={VOCABULARY}", "context=16", f"layers={LAYERS}", "width=32", "heads=4"]
@@ -94,35 +95,29 @@ def test_contexts_vocabularies_and_formats_are_made_to_fit_with_a_note(tmp_path)
     assert (dict(found.weights())["embed.weight"] == narrow["wte.weight"].astype(np.float32)).all()
 
 
-# name: (what is changed in config.json, what is said, the hint)
-CONFIGS = {
-    "several sizes": (
-        {"n_layer": 3, "n_embd": 48, "n_head": 6},
-        r"model\.layers is 3 there and 2 here, model\.width is 48 there and 32 here, model\.heads is 6",
-        "use --set model.layers=3 --set model.width=48 --set model.heads=6",
-    ),
-    "one that follows": ({"n_inner": 100}, "mlp_width is 100 there and 128 here", "use --set model.mlp_width=100"),
-    "vocabulary": ({"vocab_size": 200}, "vocabulary is 200 there and 128", "use --set model.vocabulary=200"),
-    "context": ({"n_positions": 8}, "context is 8 there and 16 here", "use --set model.context=8"),
-    "activation": ({"activation_function": "relu"}, "activation_function = 'relu', which no setting", "prepare"),
-    "attention": ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True", "prepare"),
-    "no attention scale": ({"scale_attn_weights": False}, "scale_attn_weights = False", "prepare"),
-    "another model": ({"model_type": "llama"}, "is a model of type `llama`; weights are read of gpt2, qwen3",
-                      "any"),
-    "quantized": ({"quantization_config": {}}, "are quantized", "use the unquantized ones"),
-    "no number": ({"n_embd": "wide"}, "does not describe a model", "fetch"),
-    "nothing": ({"n_embd": None}, "does not describe a model", "fetch"),
-    "not even": ({"n_head": 7}, "does not describe a model: model.width is 32, which 7 heads do not divide",
-                 "fetch"),
-}  # fmt: skip
+# (what is changed in config.json, what is said, what the hint says)
+CONFIGS = [
+    ({"n_layer": 3, "n_embd": 48, "n_head": 6}, "layers is 3 there and 2 here, .*width is 48 .* 32 here, .*6",
+     "use --set model.layers=3 --set model.width=48 --set model.heads=6"),
+    ({"n_inner": 100}, "mlp_width is 100 there and 128 here", "use --set model.mlp_width=100"),
+    ({"vocab_size": 200}, "vocabulary is 200 there and 128", "use --set model.vocabulary=200"),
+    ({"n_positions": 8}, "context is 8 there and 16 here", "use --set model.context=8"),
+    ({"activation_function": "relu"}, "activation_function = 'relu', which no setting", "prepare"),
+    ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True", "prepare"),
+    ({"scale_attn_weights": False}, "scale_attn_weights = False", "prepare"),
+    ({"model_type": "llama"}, "is a model of type `llama`; weights are read of gpt2, qwen3", "any"),
+    ({"quantization_config": {}}, "are quantized", "use the unquantized ones"),
+    ({"n_embd": "wide"}, "does not describe a model", "fetch"),
+    ({"n_embd": None}, "does not describe a model", "fetch"),
+    ({"n_head": 7}, "does not describe a model: model.width is 32, which 7 heads do not divide", "fetch"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "said", "hint"), CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize(("changes", "said", "hint"), CONFIGS)
 def test_a_description_that_does_not_fit_is_refused(changes, said, hint, tmp_path):
     write(tmp_path, config={**CONFIG, **changes})
-    with pytest.raises(HalfstepError, match=said) as caught:
+    with refuses(HalfstepError, said, hint):
         open_pretrained(str(tmp_path), TINY)
-    assert caught.value.hint.startswith(hint) or hint in caught.value.hint
 
 
 def set_tensor(name, value):
@@ -130,22 +125,19 @@ def set_tensor(name, value):
 
 
 NAN = np.full((32,), np.nan, np.float32)
-FAULTS = {
-    "missing": (lambda t: t.pop("h.1.mlp.c_fc.bias"),
-                "no tensor `h.1.mlp.c_fc.bias`, which is `blocks.1.mlp.up.bias`"),
-    "unknown": (set_tensor("score.weight", np.zeros((2, 32), np.float32)), "`score.weight` of .* has no place"),
-    "shape": (set_tensor("h.1.ln_1.bias", np.zeros(31, np.float32)), r"shape \(31,\), expected \(32,\)"),
-    "transposed": (set_tensor("h.1.mlp.c_fc.weight", np.zeros((128, 32), np.float32)),
-                   r"shape \(128, 32\), expected \(32, 128\)"),
-    "fp64": (set_tensor("ln_f.bias", np.zeros(32)), "`ln_f.bias` in .* is held in F64"),
-    "whole numbers": (set_tensor("ln_f.bias", np.zeros(32, np.int8)), "is held in I8"),
-    "not finite": (set_tensor("ln_f.bias", NAN), "`ln_f.bias` of .* numbers that are not finite: 32 of 32"),
-    "a head that differs": (set_tensor("lm_head.weight", np.zeros((VOCABULARY, 32), np.float32)),
-                            "ties head and embedding"),
-}  # fmt: skip
+FAULTS = [
+    (lambda t: t.pop("h.1.mlp.c_fc.bias"), "no tensor `h.1.mlp.c_fc.bias`, which is `blocks.1.mlp.up.bias`"),
+    (set_tensor("score.weight", np.zeros((2, 32), np.float32)), "`score.weight` of .* has no place"),
+    (set_tensor("h.1.ln_1.bias", np.zeros(31, np.float32)), r"shape \(31,\), expected \(32,\)"),
+    (set_tensor("h.1.mlp.c_fc.weight", np.zeros((128, 32), np.float32)), r"\(128, 32\), expected \(32, 128\)"),
+    (set_tensor("ln_f.bias", np.zeros(32)), "`ln_f.bias` in .* is held in F64"),
+    (set_tensor("ln_f.bias", np.zeros(32, np.int8)), "is held in I8"),
+    (set_tensor("ln_f.bias", NAN), "`ln_f.bias` of .* numbers that are not finite: 32 of 32"),
+    (set_tensor("lm_head.weight", np.zeros((VOCABULARY, 32), np.float32)), "ties head and embedding"),
+]
 
 
-@pytest.mark.parametrize(("change", "said"), FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize(("change", "said"), FAULTS)
 def test_tensors_that_do_not_fit_are_refused_by_name(change, said, tmp_path):
     tensors = tensors_of()
     change(tensors)
@@ -173,24 +165,21 @@ def test_shapes_alone_name_the_settings_too(tmp_path):
 QWEN3 = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
 QWEN3 |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY, "rms_norm_eps": 1e-6}
 QWEN3 |= {"tie_word_embeddings": True, "rope_theta": 1000000, "rope_scaling": None}
-BAD_QWEN3 = {
-    "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn'"),
-    "older yarn": ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type = 'yarn'"),
-    "sliding": ({"use_sliding_window": True}, "use_sliding_window = True"),
-    "sliding layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-    "biases": ({"attention_bias": True}, "attention_bias = True"),
-    "rope base": ({"rope_theta": 10000}, "rope_base is 10000.0 there and 1000000.0 here"),
-    "longer": ({"max_position_embeddings": 8}, "context is 8 there and 16 here"),
-    "groups": ({"num_key_value_heads": 4}, "kv_heads is 4 there and 2 here"),
-    "part of a head": ({"rope_parameters": {"partial_rotary_factor": 0.5}},
-                       "partial_rotary_factor = 0.5, which no"),
-    "part of a head, as it was": ({"partial_rotary_factor": 0.25},
-                                  "partial_rotary_factor = 0.25, which no setting"),
-    "part of a head, scaled": ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
-    "yarn next to a default": ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn"}},
-                               "rope_type = 'yarn'"),
-    "no table": ({"rope_scaling": ["yarn"]}, "does not describe a model"),
-}  # fmt: skip
+BAD_QWEN3 = [
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn'"),
+    ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type = 'yarn'"),  # of older versions
+    ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn"}}, "rope_type = 'yarn'"),
+    ({"use_sliding_window": True}, "use_sliding_window = True"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+    ({"attention_bias": True}, "attention_bias = True"),
+    ({"rope_theta": 10000}, "rope_base is 10000.0 there and 1000000.0 here"),
+    ({"max_position_embeddings": 8}, "context is 8 there and 16 here"),
+    ({"num_key_value_heads": 4}, "kv_heads is 4 there and 2 here"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+    ({"partial_rotary_factor": 0.25}, "partial_rotary_factor = 0.25"),
+    ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+    ({"rope_scaling": ["yarn"]}, "does not describe a model"),
+]
 
 
 def qwen3_tensors():
@@ -211,7 +200,7 @@ def qwen3_tensors():
     return tensors
 
 
-@pytest.mark.parametrize(("changes", "said"), BAD_QWEN3.values(), ids=BAD_QWEN3)
+@pytest.mark.parametrize(("changes", "said"), BAD_QWEN3)
 def test_what_qwen3_can_be_and_our_decoder_not_is_refused(changes, said, tmp_path):
     model = TINY_QWEN3
     write(tmp_path, qwen3_tensors(), QWEN3)
@@ -221,48 +210,39 @@ def test_what_qwen3_can_be_and_our_decoder_not_is_refused(changes, said, tmp_pat
         open_pretrained(str(tmp_path), model)
 
 
-ODD = {
-    "nothing there": (lambda path: path / "gpt2", "there is no file or folder", "hf download"),
-    "a name too long": (lambda path: "a" * 5000, "cannot be read", "write the path out"),
-    "a file name too long": (lambda path: path / f"{'a' * 300}.safetensors", "File name too long",
-                             "write the path"),
-    "no path": (lambda path: "", "the path to take weights from is empty", "name a file"),
-    "a space": (lambda path: " ", "the path to take weights from is empty", "name a file"),
-    "config.json itself": (lambda path: write(path) / "config.json",
-                           "config.json` describes weights but holds none", "name the folder that holds both, `"),
-    "the index itself": (
-        lambda path: (write(path) / "model.safetensors").rename(path / "model.safetensors.index.json"),
-        "index.json` describes weights but holds none",
-        "name the folder that holds both, `",
-    ),
-    "a pickle": (lambda path: (write(path) / "model.safetensors").rename(path / "pytorch_model.bin"),
-                 "pytorch_model.bin` is a pickle, which runs code when it is loaded",
-                 "write it again as safetensors: `model.save_pretrained"),
-    "a folder of pickles": (
-        lambda path: (write(path) / "model.safetensors").rename(path / "consolidated.00.pth") and path,
-        "holds its weights as a pickle, `consolidated.00.pth`",
-        "write it again as safetensors",
-    ),
-    "one parameter by two names": (
-        lambda path: write(path, tensors_of() | {"transformer.wpe.weight": tensors_of()["wpe.weight"] + 1}),
-        "`(transformer.)?wpe.weight` of .* has no place in our decoder",
-        "more than one language model",
-    ),
-    "nobody's home": (lambda path: "~nobody-of-that-name/x", "cannot be read", "write the path out"),
-    "no tensors": (lambda path: write(path, {"x": NAN}, None), "no tensor that identifies its model", "prepare"),
-    "config.json is not JSON": (lambda path: (write(path) / "config.json").write_text("{") and path, "is not JSON",
-                                ""),
-    "config.json is no table": (lambda path: write(path, config=[1]), "holds no table", "again"),
-    "no kind of model": (lambda path: write(path, {"x": NAN}, {"n_head": 4}), "no tensor that identifies",
-                         "prepare"),
-}  # fmt: skip
+def renamed(name):
+    return lambda path: (write(path) / "model.safetensors").rename(path / name)
 
 
-@pytest.mark.parametrize(("make", "said", "hint"), ODD.values(), ids=ODD)
+def described(content):
+    return lambda path: (write(path) / "config.json").write_text(content) and path
+
+
+TWICE = tensors_of() | {"transformer.wpe.weight": tensors_of()["wpe.weight"] + 1}
+# (what is named, what is said, what the hint says)
+ODD = [
+    (lambda path: path / "gpt2", "there is no file or folder", "hf download"),
+    (lambda path: "a" * 5000, "cannot be read", "write the path out"),
+    (lambda path: path / f"{'a' * 300}.safetensors", "File name too long", "write the path"),
+    (lambda path: "~nobody-of-that-name/x", "cannot be read", "write the path out"),
+    (lambda path: "", "the path to take weights from is empty", "name a file"),
+    (lambda path: " ", "the path to take weights from is empty", "name a file"),
+    (lambda path: write(path) / "config.json", "config.json` describes weights but holds none", "holds both, `"),
+    (renamed("model.safetensors.index.json"), "index.json` describes weights but holds none", "holds both, `"),
+    (renamed("pytorch_model.bin"), "pytorch_model.bin` is a pickle", "again as safetensors"),
+    (lambda path: renamed("consolidated.00.pth")(path).parent, "as a pickle, `consolidated.00.pth`", "again"),
+    (lambda path: write(path, TWICE), "`(transformer.)?wpe.weight` of .* has no place", "more than one"),
+    (lambda path: write(path, {"x": NAN}, None), "no tensor that identifies its model", "prepare"),
+    (lambda path: write(path, {"x": NAN}, {"n_head": 4}), "no tensor that identifies", "prepare"),
+    (described("{"), "is not JSON", "again"),
+    (described("[1]"), "holds no table", "again"),
+]
+
+
+@pytest.mark.parametrize(("make", "said", "hint"), ODD)
 def test_what_is_not_a_model_is_refused_with_the_remedy(make, said, hint, tmp_path):
-    with pytest.raises(HalfstepError, match=said) as caught:
+    with refuses(HalfstepError, said, hint):
         open_pretrained(str(make(tmp_path)), TINY)
-    assert hint in caught.value.hint
 
 
 def test_other_weights_than_the_digest_names_are_refused_and_a_head_rotated_whole_is_ours(tmp_path):
