@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,7 @@ from halfstep.jax.update.step import Gradient, LossFn, accumulate, apply_sums, s
 from halfstep.jax.update.step import StepResult as StepResult
 from halfstep.jax.update.step import Weighted as Weighted
 
+_Interpreter = TypeVar("_Interpreter", bound=Interpreter)
 _SCALE_DTYPES = (jnp.float32, jnp.int32, jnp.int32, jnp.bool_)
 
 
@@ -296,9 +297,7 @@ class Step:
                 hint="summary(state) says what the policy means for each module",
             )
         check_state(state)
-        recorder = Recorder(state.applied())
-        self._interpret(recorder, state, batch, rng)
-        return recorder.coverage()
+        return self._interpret(Recorder, state, batch, rng).coverage()
 
     def reach(self, state: State, batch: Any, rng: Any = None) -> Coverage:
         """The older name of `coverage`."""
@@ -320,11 +319,12 @@ class Step:
                 "the step was made with cast=False, so what `measured` layers multiply is not known",
                 hint="omit `measured` from the rules; or let make_step cast: leave out cast=False",
             )
-        finder = ProductFinder(state.applied())
-        self._interpret(finder, state, batch, rng, 1 if self._mesh is None else self._mesh.size)
+        finder = self._interpret(ProductFinder, state, batch, rng, 1 if self._mesh is None else self._mesh.size)
         return replace(state, measured=measure_products(finder.found, timer=timer))
 
-    def _interpret(self, interpreter: Interpreter, state: State, batch: Any, rng: Any, share: int = 1) -> None:
+    def _interpret(
+        self, kind: Callable[[Applied], _Interpreter], state: State, batch: Any, rng: Any, share: int = 1
+    ) -> _Interpreter:
         """Interprets the loss function on the shapes of one micro-batch, or of a part of `share` equal ones."""
         if self._micro_batches is not None:
             batch = jax.tree.map(lambda leaf: leaf[0], batch)
@@ -332,12 +332,10 @@ class Step:
             batch = jax.tree.map(lambda leaf: leaf[: len(leaf) // share] if jnp.ndim(leaf) else leaf, batch)
         applied, rest = state.applied(), (batch,) if rng is None else (batch, rng)
         masters = widen_masters(applied.leaves.trained, state.remainders) | scaling_amaxes(state.amaxes)
-
-        def run(masters: Any, rest: Any) -> None:
-            assert self._call is not None
-            self._call(applied, masters, rest, interpreter=interpreter)
-
-        jax.eval_shape(run, masters, rest)
+        call, interpreter = self._call, kind(applied)
+        assert call is not None
+        jax.eval_shape(lambda *given: call(applied, *given, interpreter=interpreter)[0], masters, rest)
+        return interpreter
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._step, name)  # lower, eval_shape, __wrapped__

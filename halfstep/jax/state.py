@@ -4,7 +4,7 @@ What belongs to no parameter (counts) is named after its path in the optimizer's
 step's random numbers come from the state's seed, its count and its `rng`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,20 +15,24 @@ import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
+from halfstep.config.model import owner
 from halfstep.core import state_format
+from halfstep.core.arrays.cast import HISTORY
+from halfstep.core.audit.coverage import some
 from halfstep.core.averages import pop_from_state, to_state
 from halfstep.core.choice import Choice
 from halfstep.core.choice.layers import NO_LAYERS, Measured, resumed
 from halfstep.core.errors import ArgumentError, RunStateError, StateError, UnsupportedTransformError
 from halfstep.core.policy import Policy
+from halfstep.core.roles import print_value
 from halfstep.core.scaling import ScaleState, saved_scale
 from halfstep.core.state_format import Description, Stored, check_same, find_dtype
 from halfstep.jax.convert.apply import Applied, Leaves, apply
 from halfstep.jax.fp8 import PREFIX
 from halfstep.jax.optim.masters import widen_masters
-from halfstep.jax.update.summary import summarize
 
 NARROW = "narrow."  # before a module's name: 1 if it was measured and is narrow, 0 if it stayed wide
+SPLIT = "bf16 and a 16-bit remainder, together fp32: state.masters() joins them"
 DTYPE_NAMES = {jnp.dtype(kind): name for kind, name in state_format.DTYPE_NAMES.items()}
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -97,10 +101,47 @@ class State:
 
 def summary(state: State) -> str:
     """Describes what the state holds, and what its policy means for each module."""
-    applied, leaves = state.applied(), Leaves(state.params)
+    applied, policy, note = state.applied(), state.policy, state.origin.note
+    lines = [str(policy), *([f"  {note}"] if note else []), *_modules(applied), *_masters(applied)]
     waits = "the first step times the matmuls that rules name; step.measure(state, batch) does so before it"
-    measured = waits if state.measured is None else state.measured.description
-    return "\n".join(summarize(applied, leaves.trained, state.origin.note, state.widened, state.decay, measured))
+    if measured := waits if state.measured is None else state.measured.description:
+        lines.append(f"  measured: {measured}")
+    if count := len(state.widened):
+        lines.append(f"  widened to their masters: {count} parameters that were narrower ({some(state.widened)})")
+    if count := sum(applied.measured.narrow.get(name, True) for name in applied.delayed):
+        lines.append(f"  delayed: {count} matmuls are scaled by the largest amax of their last {HISTORY} updates")
+    if state.decay:
+        lines.append(f"  averages of the masters in fp32, decay {state.decay:g}")
+    scale = print_value(policy.scale)
+    lines.append(f"  gradients: summed in {policy.accumulate}; loss scale: {scale}; not finite: skipped")
+    lines.append("  functions of the loss function: step.coverage(state, batch) lists how each runs")
+    return "\n".join(lines)
+
+
+def _modules(applied: Applied) -> Iterator[str]:
+    groups: dict[str, dict[str, None]] = {}
+    for name, precision in applied.precisions.items():
+        form = f"computes in {precision.compute}"
+        timed = applied.measured.notes.get(owner(name), "")
+        if precision.narrow:
+            x, g = (print_value(replace(o, measured=o.measured and not timed)) for o in precision.operands)
+            form += f", multiplies in {x}, with gradients in {g}"
+        form += f", weight gradients in {precision.grad_weight}{timed and f' ({timed})'}"
+        groups.setdefault(form, {})[owner(name)] = None
+    for form, names in groups.items():
+        word = "module" if len(names) == 1 else "modules"
+        yield f"  {len(names)} {word} ({some([*names])}): {form}"
+
+
+def _masters(applied: Applied) -> Iterator[str]:
+    held: dict[str, list[int]] = {}
+    emulated = " (emulated)" if applied.policy.emulate else ""
+    for name, param in applied.masters.items():
+        form = SPLIT if param.split else f"{print_value(param)}{emulated}"
+        sizes = held.setdefault(f"{form}, moments in {applied.moments[name]}", [])
+        sizes.append(applied.leaves.trained[name].size)
+    for form, sizes in held.items():
+        yield f"  masters: {len(sizes)} parameters, {sum(sizes):,} numbers, in {form}"
 
 
 def check_state(state: Any) -> None:

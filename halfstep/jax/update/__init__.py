@@ -1,1 +1,1 @@
-"""The update itself, as pure functions, the checks of what users hand over, and the lines of a summary."""
+"""The update itself, as pure functions, and the checks of what users hand over."""
