@@ -46,7 +46,7 @@ class Monitor:
         self._run = run
         self._watch = LayerWatch(watched_layers(run.model), slice, run.device)
         self._next: WeightNumbers | None = None  # what wants to see the next update
-        self._updates = 0
+        self._updates, self._due = 0, False
         self._read: list[LayerNumbers] = []
         self._copies: deque[tuple[Unread, WeightNumbers]] = deque(maxlen=2)
 
@@ -93,8 +93,9 @@ class Monitor:
     def before_update(self, grads: Grads, factor: Tensor | float) -> None:
         """Copies parts of weights and gradients, if this update is to be measured; `factor` unscales gradients."""
         self._updates += 1
-        if self._next is None and self._updates % self.every == 0:
-            self._copies.append((None, self.weight_numbers()))  # type: ignore[arg-type]
+        self._due = self._next is None and self._updates % self.every == 0
+        if self._due:
+            self.weight_numbers()
         if self._next is not None:
             self._next.before(grads, factor)
 
@@ -104,8 +105,8 @@ class Monitor:
         if measured is None:
             return
         measured.after(finite)
-        if self._copies and self._copies[-1][1] is measured:
-            self._copies[-1] = (self.layer_numbers(), measured)
+        if self._due:
+            self._copies.append((self.layer_numbers(), measured))
 
     # --- samples
 

@@ -26,11 +26,11 @@ _SEEN = (torch.float32, torch.bfloat16, torch.float16)
 @dataclass(slots=True)
 class _Tally:
     dtype: torch.dtype
-    calls: int
-    elements: int
     amax: Tensor
-    nonzero: Tensor
-    few_bits: Tensor
+    nonzero: Tensor | int = 0
+    few_bits: Tensor | int = 0
+    calls: int = 0
+    elements: int = 0
 
 
 class Gradients:
@@ -53,21 +53,15 @@ class Gradients:
         if grad.dtype not in _SEEN or not grad.numel():
             return
         size = grad.abs()
-        new = _Tally(
-            grad.dtype,
-            1,
-            grad.numel(),
-            size.amax().float(),
-            (size != 0).sum(),
-            ((size != 0) & (size < FEW * parse(format_name(grad.dtype)).smallest_subnormal)).sum(),
-        )
-        old = self._tallies.get(name)
-        if old is None or old.dtype != new.dtype:
-            self._tallies[name] = new
-            return
-        old.calls, old.elements = old.calls + 1, old.elements + new.elements
-        old.amax = torch.maximum(old.amax, new.amax)
-        old.nonzero, old.few_bits = old.nonzero + new.nonzero, old.few_bits + new.few_bits
+        tally = self._tallies.get(name)
+        if tally is None or tally.dtype != grad.dtype:
+            tally = self._tallies[name] = _Tally(grad.dtype, torch.zeros((), device=grad.device))
+        tally.calls += 1
+        tally.elements += grad.numel()
+        tally.amax = torch.maximum(tally.amax, size.amax().float())
+        tally.nonzero += (size != 0).sum()
+        smallest = parse(format_name(grad.dtype)).smallest_subnormal
+        tally.few_bits += ((size != 0) & (size < FEW * smallest)).sum()
 
     def operations(self) -> Iterator[Operation]:
         """Yields one operation per module whose gradients were seen in a narrow format."""

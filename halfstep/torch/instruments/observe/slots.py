@@ -77,16 +77,20 @@ class Watched:
         """
         if _Paused.now or not loss.requires_grad or transforming():
             return loss
+        return self.follow(loss, x, sample)
+
+    def follow(self, y: Tensor, x: Tensor, sample: Tensor | None = None) -> Tensor:
+        """Keeps a part of x, and of the gradient of y, or `sample` times it; returns y, compiled its identity."""
         kept = evenly_spaced(x.detach(), self.slice).clone().reshape(-1)
         if torch.compiler.is_compiling():
-            return self.pass_through(loss, kept, sample)
-        loss.register_hook(partial(_keep_product, self.parts, self.place, kept, sample))
-        return loss
+            given = (self.slot, self.limits, self.slice, self.is_scaled, self.is_repeated)
+            return _Observed.apply(y, kept, sample, *given)  # type: ignore[no-any-return]
+        y.register_hook(partial(self._keep, kept, sample))
+        return y
 
-    def pass_through(self, y: Tensor, kept: Tensor, sample: Tensor | None) -> Tensor:
-        """Returns y, of which the gradient, or `sample` times it, reaches the slot beside `kept`."""
-        given = (self.slot, self.limits, self.slice, self.is_scaled, self.is_repeated)
-        return _Observed.apply(y, kept, sample, *given)  # type: ignore[no-any-return]
+    def _keep(self, kept: Tensor, sample: Tensor | None, g: Tensor) -> None:
+        # A clone: what the hook is given may be written to later.
+        self.parts.append((self.place, kept, _part_of(g, self.slice, sample).clone()))
 
 
 class LayerWatch:
@@ -97,7 +101,7 @@ class LayerWatch:
         self.modules = [module for module, _ in layers.values()]
         self._watched: list[Watched] = []
         self._eager: list[tuple[int, Tensor, Tensor]] = []
-        self._indices, self._constants = dict[tuple[int, ...], Tensor](), dict[tuple[int, ...], Tensor]()
+        self._indices: dict[tuple[int, ...], Tensor] = {}
         shared: dict[Any, Tensor] = {}
         _guard_hooks()
         for at, (module, info) in enumerate(layers.values()):
@@ -112,7 +116,8 @@ class LayerWatch:
             module.register_forward_hook(_observe, with_kwargs=True)
             self._watched.append(watched)
         self._is_scaled = any(is_narrow(info.format(role)) for info in self.layers for role in ROLES)
-        self._limits = [_constants([info.format(role) for role in ROLES]).to(device) for info in self.layers]
+        limits = [_constants([info.format(role) for role in ROLES]) for info in self.layers]
+        self._limits = torch.stack(limits).to(device)
         self.numbers = torch.zeros(len(layers), len(ROLES), len(_RAW), device=device, dtype=wide(device))
 
     def remove(self) -> None:
@@ -154,11 +159,10 @@ class LayerWatch:
 
     def _count_table(self, table: Tensor, places: tuple[int, ...], uses: Tensor) -> None:
         """Counts magnitudes, two rows for each layer; -1 marks padding."""
-        if places not in self._constants:
-            self._constants[places] = torch.cat([self._limits[place] for place in places])
-        rows = _rows(table, self._constants[places], self._is_scaled, compiled=False)
+        index = self._index_of(places)
+        rows = _rows(table, self._limits[index].flatten(0, 1), self._is_scaled, compiled=False)
         rows = rows.unflatten(0, (-1, len(ROLES)))
-        self._add(torch.cat([rows, uses, torch.ones_like(uses)], -1), self._index_of(places))
+        self._add(torch.cat([rows, uses, torch.ones_like(uses)], -1), index)
 
     def _index_of(self, places: Iterable[int]) -> Tensor:
         """Returns the places of layers as an index tensor on the device, which is kept."""
@@ -183,7 +187,12 @@ class LayerWatch:
         repeated = np.asarray((raw[..., USES] > raw[..., PASSES]).any(-1))
         for at in np.flatnonzero(repeated):
             self._watched[at].is_repeated = True
-        return _columns(np.where(repeated[:, None, None], 0.0, raw))
+        raw = np.where(repeated[:, None, None], 0.0, raw)
+        columns = np.zeros((*raw.shape[:-1], len(COLUMNS)))
+        columns[..., [COUNT, AMAX, OVERFLOW]] = raw[..., :3]
+        columns[..., UNDERFLOW] = raw[..., 4] - raw[..., 3]
+        columns[..., SUBNORMAL] = raw[..., 5] - raw[..., 4]
+        return columns
 
 
 def _guard_hooks() -> None:
@@ -211,14 +220,6 @@ def _constants(formats: Sequence[Format]) -> Tensor:
     The last one is the largest number of the format, to which a narrow operand is scaled; 0 if it is not scaled.
     """
     return torch.tensor([[*limits(fmt), fmt.max if is_narrow(fmt) else 0.0] for fmt in formats])
-
-
-def _columns(raw: NDArray[Any]) -> NDArray[np.float64]:
-    columns = np.zeros((*raw.shape[:-1], len(COLUMNS)))
-    columns[..., [COUNT, AMAX, OVERFLOW]] = raw[..., :3]
-    columns[..., UNDERFLOW] = raw[..., 4] - raw[..., 3]
-    columns[..., SUBNORMAL] = raw[..., 5] - raw[..., 4]
-    return columns
 
 
 # --- hooks of a pass, eager or compiled
@@ -249,22 +250,16 @@ def _observe(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
     if y is None or not y.requires_grad:
         return None
     x = None if watched.is_lookup else first_tensor((*args, *kwargs.values()))
-    kept = evenly_spaced((y if x is None else x).detach(), watched.slice).clone().reshape(-1)
-    if not torch.compiler.is_compiling():
-        y.register_hook(partial(_keep_parts, watched.parts, watched.place, kept, watched.slice))
+    same = watched.follow(y, y if x is None else x)
+    if same is y:
         return None
-    same = watched.pass_through(y, kept, None)
     if isinstance(output, Tensor):
         return same
     return tuple(same if item is y else item for item in output)
 
 
-def _keep_product(parts: list[Any], place: int, kept: Tensor, sample: Tensor, g: Tensor) -> None:
-    parts.append((place, kept, sample * g))
-
-
-def _keep_parts(parts: list[Any], place: int, kept: Tensor, size: int, g: Tensor) -> None:
-    parts.append((place, kept, evenly_spaced(g.detach(), size).clone().reshape(-1)))
+def _part_of(g: Tensor, size: int, sample: Tensor | None) -> Tensor:
+    return evenly_spaced(g.detach(), size).reshape(-1) if sample is None else sample * g
 
 
 def first_tensor(given: Sequence[Any]) -> Tensor | None:
@@ -298,7 +293,7 @@ class _Observed(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         kept, constants, sample = ctx.saved_tensors
         with torch.no_grad():
-            parts = [kept, evenly_spaced(g.detach(), ctx.size).reshape(-1) if sample is None else sample * g]
+            parts = [kept, _part_of(g, ctx.size, sample)]
             both = torch.stack([F.pad(x.float().abs(), (0, ctx.width - x.shape[0]), value=-1.0) for x in parts])
             if ctx.repeated:
                 rows = _rows(both, constants, ctx.scaled, compiled=True)

@@ -54,7 +54,7 @@ def test_masters_are_recognized(policy, split):
         whole = join(model.weight.detach(), getattr(model.weight, SPLIT).remainder)
         assert torch.equal(stored(model.weight).view(torch.float32), whole)
     (weight, _) = weights_of(model, run.optimizers)
-    assert weight.master == ("fp32" if split else None)
+    assert (weight.master, weight.stepped) == ("fp32" if split else None, "fp32")
 
 
 def test_our_own_optimizer_is_recognized():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from halfstep.core.audit.record import buffer_kind, weight_kind
-from halfstep.torch import AdamW, prepare
+from halfstep.torch import AdamW
 from halfstep.torch.instruments.collect.weights import buffers_of, weights_of
 
 
@@ -39,14 +39,6 @@ def test_formats_kinds_and_moments_are_recorded():
     assert (weights["up.bias"].trainable, weights["up.bias"].optimizer) == (False, None)
     assert weights["norm.weight"].kind == "norm"
     assert [(b.name, b.kind, b.format) for b in buffers_of(model)] == [("inv_freq", "rope", "fp32")]
-
-
-def test_a_split_weight_has_an_fp32_master():
-    model = nn.Linear(16, 16)
-    optimizer = AdamW(model.parameters())
-    prepare(model, optimizer, "bf16-mixed,param=fp32:split,emulate=true")
-    weight = weights_of(model, [optimizer])[0]
-    assert (weight.format, weight.master, weight.stepped) == ("bf16", "fp32", "fp32")
 
 
 def test_masters_that_an_optimizer_keeps_apart_are_paired_with_their_weights():
