@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch.library import Library
+from torch.optim import adadelta, adam, adamax, asgd, nadam, optimizer, radam, rmsprop, rprop
 
 from halfstep.core.devices import Device
 from halfstep.core.errors import PolicyError, UnsupportedRoleError
@@ -22,6 +23,7 @@ from halfstep.torch.kernels import INSTEAD
 from halfstep.torch.numerics.dtypes import ROWS_INTO_FP32, STANDS_FOR
 
 _ATEN = torch.ops.aten
+_CAPTURABLE = (adadelta, adam, adamax, asgd, nadam, radam, rmsprop, rprop)
 
 
 @contextmanager
@@ -43,6 +45,14 @@ def stand_in(hardware: Device, launched: Callable[..., None], *, compiled: bool 
         patches.put(Tensor, "is_cuda", property(lambda t: gpu and t.device.type == "meta"))
         patches.put(Tensor, "is_meta", property(lambda t: False))
         patches.put(Tensor, "pin_memory", lambda t, *_: t)
+        # Optimizers ask whether they have kernels for the device.
+        for kind in ("fused", *(("foreach",) if gpu else ())):
+            name = f"_get_{kind}_kernels_supported_devices"
+            patches.put(optimizer, name, _with_meta(getattr(optimizer, name)))
+        if gpu:
+            for module in _CAPTURABLE:
+                name = "_get_capturable_supported_devices"
+                patches.put(module, name, _with_meta(getattr(module, name)))
         library = Library("aten", "IMPL")
         library.impl("scaled_dot_product_attention", _attention, "AutogradMeta", allow_override=True)
         if compiled:
@@ -57,6 +67,10 @@ def stand_in(hardware: Device, launched: Callable[..., None], *, compiled: bool 
         except PolicyError as error:
             named = error.message.replace(" on meta", f" on {hardware.name}")
             raise UnsupportedRoleError(named, hint=error.hint) from None
+
+
+def _with_meta(supported: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    return lambda *args, **kwargs: [*supported(*args, **kwargs), "meta"]
 
 
 def _attention(

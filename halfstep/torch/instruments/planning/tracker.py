@@ -226,9 +226,11 @@ class Tracker(TorchDispatchMode):
         """Runs the operation, and notes what it made. torch's fused optimizers have no kernel for meta."""
         if self.device == "meta" and function._schema.name.startswith("aten::_fused_"):
             return None
-        if self.device == "meta" and function is _ATEN._local_scalar_dense.default:
-            # Code that reads a number to decide: models ask whether all of a mask is plain, which is usual.
-            return True if args[0].dtype is torch.bool else 1
+        if function is _ATEN._local_scalar_dense.default and args[0].device.type == "meta":
+            # Code that reads a number to decide: models ask whether all of a mask is plain, which is usual, and
+            # drivers of optimizers whether the step is to be skipped, which is not.
+            usual = self.trace.phase != "update"
+            return usual if args[0].dtype is torch.bool else int(usual)
         out = function(*args, **(kwargs or {}))
         self.note(function, args, kwargs or {}, out)
         return out

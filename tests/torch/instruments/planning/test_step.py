@@ -265,3 +265,36 @@ def test_every_layer_of_a_deep_model_moves_the_same_bytes_in_compiled_code():
         moved.append(sum(w.nbytes for w in work if w.kind == "bytes" and w.phase == "backward"))
     table = 4 * 3 * 32  # of fp32 weights of the skips, one more with every two layers: its gradients grow with it
     assert abs((moved[2] - moved[1]) - (moved[1] - moved[0])) <= table
+
+
+OPTIMIZERS = {
+    "AdamW": lambda p: torch.optim.AdamW(p),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "Adam, amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "RMSprop, centered": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adamax": lambda p: torch.optim.Adamax(p),
+    "NAdam": lambda p: torch.optim.NAdam(p),
+    "RAdam": lambda p: torch.optim.RAdam(p),
+    "Adafactor": lambda p: torch.optim.Adafactor(p),
+}
+
+
+@pytest.mark.parametrize("build", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_the_states_of_torchs_own_optimizers_are_planned(build):
+    def made():
+        model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
+        return model, build(model.parameters()), lambda x: model(x).float().square().mean(), torch.zeros(4, 256)
+
+    traced = trace_factory(made, Policy.parse("bf16-mixed"), describe_cpu(), compiled=False)
+    moments = [key for key, role in traced.roles.items() if role == "moments"]
+    planned = sum(traced.ledger.allocations[key].nbytes for key in moments)
+    model, optimizer, loss, x = made()
+    prepare(model, optimizer, "bf16-mixed").step(loss, [x])
+    real = sum(
+        t.nbytes for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)
+    )
+    assert planned == pytest.approx(real, rel=0.02)
