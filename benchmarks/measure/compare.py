@@ -23,7 +23,7 @@ from halfstep.config.load import load
 from halfstep.core.compare.divergence import first_divergence
 from halfstep.core.compare.gaps import seed_spread, verdict
 from halfstep.tools.compare.curves import PARTING, Curve, common_steps, stacked
-from halfstep.tools.compare.runs import paired
+from halfstep.tools.compare.runs import train_policies
 from halfstep.training.session import backend_version
 
 MICRO = ("layers=1", "width=32", "heads=2", "context=32")
@@ -38,7 +38,7 @@ def pool(first: int, size: int, steps: int, out: Path) -> list[Curve]:
         f"torch {backend_version(config)}; {size} runs of {steps} steps, from seed {first} on: {', '.join(MICRO)}"
     )
     begin = time.perf_counter()
-    curves = paired(config, ["fp32"], range(first, first + size), steps, _show, out=out)["fp32"]
+    curves = train_policies(config, ["fp32"], range(first, first + size), steps, _show, out=out)["fp32"]
     print(f"trained, or read, in {time.perf_counter() - begin:.0f} s", flush=True)
     return list(curves.values())
 

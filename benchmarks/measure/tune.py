@@ -33,7 +33,7 @@ from halfstep.tools.tune.reasons import describe_saving, describe_verdict, polic
 from halfstep.tools.tune.rules import apply_assignment
 from halfstep.tools.tune.search import Option
 from halfstep.tools.tune.targets import base_of
-from halfstep.tools.tune.tune import Settings, Tuned, Tuner
+from halfstep.tools.tune.tune import Settings, Tuner, TuneResult
 from halfstep.torch import AdamW, prepare
 from halfstep.torch.convert.plan import matmuls, plans_of
 from halfstep.torch.instruments.tuning import Study, Trial
@@ -145,7 +145,7 @@ def losses_of(shape: Shape, policy: Policy) -> list[float]:
     ]
 
 
-def tune(shape: Shape, budget: float, out: Path) -> Tuned:
+def tune(shape: Shape, budget: float, out: Path) -> TuneResult:
     """Searches."""
     o = shape.options
     base = str(base_of(shape, None))

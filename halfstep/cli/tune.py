@@ -11,7 +11,7 @@ from halfstep.cli.output import print_json, print_table, print_words
 from halfstep.training.telemetry.progress import RunsProgress
 
 if TYPE_CHECKING:
-    from halfstep.tools.tune.tune import Tuned
+    from halfstep.tools.tune.tune import TuneResult
 
 Formats = Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")]
 SHOWN = 10  # modules in the table; the page has all
@@ -116,7 +116,7 @@ def tune(
     return 0 if tuned.met else 1
 
 
-def _print(tuned: "Tuned", policy: Path, page: Path) -> None:
+def _print(tuned: "TuneResult", policy: Path, page: Path) -> None:
     from halfstep.tools.tune.reasons import describe_verdict, format_cost, percent, summary
 
     worst = sorted(tuned.rows.items(), key=lambda row: -max(option.damage for option in row[1]))[:SHOWN]
@@ -144,7 +144,7 @@ def _print(tuned: "Tuned", policy: Path, page: Path) -> None:
         print_table(("", ""), [("page", str(page))])
 
 
-def _data(tuned: "Tuned", policy: Path, page: Path) -> dict[str, Any]:
+def _data(tuned: "TuneResult", policy: Path, page: Path) -> dict[str, Any]:
     return {
         "policy": str(tuned.policy) if tuned.met else None,
         "file": str(policy) if tuned.met else None,

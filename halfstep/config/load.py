@@ -70,7 +70,7 @@ def _build(table: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
         if after[other] not in allowed and after[key] not in (before[key], defaults[key]):
             raise SettingConflictError(
                 f"{key} = {schema.shown(after[key])} changes nothing: {other} is {schema.shown(after[other])}",
-                hint=f"leave {key} out, or set {other} to {_described(allowed)}",
+                hint=f"leave {key} out, or set {other} to {_describe_allowed(allowed)}",
             )
     return config
 
@@ -102,7 +102,7 @@ def _unknown(key: str) -> ConfigError:
     return schema.unknown_key(key, [row.key for row in schema.rows(RunConfig)])
 
 
-def _described(allowed: Bounds | tuple[object, ...]) -> str:
+def _describe_allowed(allowed: Bounds | tuple[object, ...]) -> str:
     return str(allowed) if isinstance(allowed, Bounds) else one_of(schema.shown(value) for value in allowed)
 
 

@@ -80,7 +80,7 @@ def charts(history: History, policy: Policy | None, marks: Mapping[int, str] | N
     """Returns the charts for which there are numbers, in the order of the page; `marks` name incidents by step."""
     drawn = [
         _loss(history, marks or {}),
-        _scale(history) if scaled(history, policy) else None,
+        _scale(history) if has_scale(history, policy) else None,
         _single(history, "tokens_per_second", "throughput", "Throughput", "tokens per second", "count"),
         _single(history, "grad_norm", "gradient", "Gradient norm", "norm", "plain", log="always"),
         _rates(history),
@@ -89,7 +89,7 @@ def charts(history: History, policy: Policy | None, marks: Mapping[int, str] | N
     return [chart for chart in drawn if chart is not None]
 
 
-def scaled(history: History, policy: Policy | None) -> bool:
+def has_scale(history: History, policy: Policy | None) -> bool:
     """Whether a loss scale is in use: by the policy, or by what was recorded before the policy was changed."""
     if policy is not None and not isinstance(policy.scale, NoScale):
         return True

@@ -181,7 +181,7 @@ class History:
         match event.get("event"):
             case "step":
                 step = int(event["step"])
-                # The line of a rollback or a start may be lost: steps that come again tell of it.
+                # The line of a rollback or a start may be lost: steps that come again show it.
                 if session.last_step is None or step <= session.last_step:
                     self._drop_from(step)
                 if session.first_step is None:

@@ -61,7 +61,7 @@ def figures(history: LayerHistory) -> LayerFigures | None:
         "after": [column.after for column in columns],
         "last": [column.last for column in columns],
         # A map of zeros alone is left out.
-        "views": {view: packed(shown) for view, shown in zip(VIEWS, values, strict=True) if (shown > 0).any()},
+        "views": {view: pack(shown) for view, shown in zip(VIEWS, values, strict=True) if (shown > 0).any()},
         "watched": [view for view, shown in zip(VIEWS, values, strict=True) if np.isfinite(shown).any()],
         "samples": {"steps": [one.last for one in samples], "why": [one.why for one in samples]},
         "histograms": {role: _histograms(samples, role, len(history.layers)) for role in ROLES},
@@ -85,7 +85,7 @@ def headroom_in(written: str) -> float:
     return math.log2(known.max) if known is not None and known.bits > 8 else math.nan
 
 
-def packed(values: NDArray[Any]) -> str:
+def pack(values: NDArray[Any]) -> str:
     """Returns numbers as base64 of their bytes, the lowest first."""
     return base64.b64encode(values.astype(values.dtype.newbyteorder("<")).tobytes()).decode("ascii")
 
@@ -128,7 +128,7 @@ def _histograms(samples: list[Distribution], role: str, layers: int) -> list[dic
         for place, one in enumerate(samples):
             for exponent, amount in one.histograms.get((row, role), {}).items():
                 counts[place, exponent - low] = amount
-        packed_layers.append({"low": low, "width": high - low + 1, "codes": packed(codes(counts))})
+        packed_layers.append({"low": low, "width": high - low + 1, "codes": pack(codes(counts))})
     return packed_layers
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from halfstep.core.audit.finding import SEVERITIES
 from halfstep.core.roles import ROLES
 from halfstep.report import summary
-from halfstep.report.charts import charts, scaled, why_unscaled
+from halfstep.report.charts import charts, has_scale, why_unscaled
 from halfstep.report.history import Event, History, nested, read_changes
 from halfstep.report.incidents import IncidentReader, findings
 from halfstep.report.layers import figures
@@ -113,7 +113,7 @@ def _contents(history: History, reader: IncidentReader) -> dict[str, Any]:
         "what_if": lost,
         "findings": findings(history.findings),
         "severities": SEVERITIES,
-        "no_scale_reason": why_unscaled(policy) if policy and not scaled(history, policy) else None,
+        "no_scale_reason": why_unscaled(policy) if policy and not has_scale(history, policy) else None,
         "incidents": incidents,
         "time": time_breakdown(history),
         "changed_settings": [one for one in every if one.default is not None],

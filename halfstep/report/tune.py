@@ -11,7 +11,7 @@ from halfstep.report.template import fill
 from halfstep.tools.tune.reasons import describe_saving, describe_verdict, format_cost, percent, summary
 from halfstep.tools.tune.rules import describe_formats
 from halfstep.tools.tune.search import Option
-from halfstep.tools.tune.tune import Tuned
+from halfstep.tools.tune.tune import TuneResult
 
 # The picture's inside: pixels.
 LEFT, TOP, WIDTH, HEIGHT = 80, 24, 640, 300
@@ -36,7 +36,7 @@ class Axes:
         return TOP + HEIGHT * (self.highest - inside) / (self.highest - self.lowest)
 
 
-def html(tuned: Tuned) -> str:
+def html(tuned: TuneResult) -> str:
     """Returns the page."""
     base, axes = tuned.policy, _axes(tuned)
     options = next(iter(tuned.rows.values()))[1:]
@@ -57,7 +57,7 @@ def html(tuned: Tuned) -> str:
     )
 
 
-def _axes(tuned: Tuned) -> Axes:
+def _axes(tuned: TuneResult) -> Axes:
     costs = [tuned.base_cost, *(each.cost for each in tuned.evaluations)]
     ends = [end for each in tuned.evaluations for end in each.verdict.interval90 if math.isfinite(end)]
     most = max([tuned.delta, *map(abs, ends)]) or 1.0
@@ -65,7 +65,7 @@ def _axes(tuned: Tuned) -> Axes:
     return Axes(cheapest, max(costs) if max(costs) > cheapest else cheapest + 1, -most * 1.05, most * 1.05)
 
 
-def _points(tuned: Tuned, axes: Axes) -> list[dict[str, Any]]:
+def _points(tuned: TuneResult, axes: Axes) -> list[dict[str, Any]]:
     """Returns the policies in the picture: pixels, and what to say of each."""
     cost, y = axes.x(tuned.base_cost), axes.y(0)
     sentence = f"The base, {tuned.settings.base}."
@@ -82,7 +82,7 @@ def _points(tuned: Tuned, axes: Axes) -> list[dict[str, Any]]:
     return points
 
 
-def _modules(tuned: Tuned) -> list[tuple[str, str, list[tuple[str, float]]]]:
+def _modules(tuned: TuneResult) -> list[tuple[str, str, list[tuple[str, float]]]]:
     """Returns each module, what it was given, and what each option loses with the length of its bar."""
     rows = []
     chosen, base = tuned.found.assignment, tuned.policy

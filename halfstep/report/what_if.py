@@ -83,7 +83,7 @@ def what_if(history: LayerHistory) -> WhatIf | None:
         return None
     rows = []
     for layer in history.layers:
-        choices = {role: _narrowest(_tried(history.newest, layer.name, role)) for role in ROLES}
+        choices = {role: _narrowest(_tried_formats(history.newest, layer.name, role)) for role in ROLES}
         if any(choices.values()):
             rows.append(LayerChoices(layer.name, layer.kind, layer.formats, choices))
     return WhatIf(int(history.newest["step"]), rows) if rows else None
@@ -94,14 +94,14 @@ def as_data(found: WhatIf, newest: Event) -> list[list[Any]]:
     lines = []
     for row in found.rows:
         for role in ROLES:
-            for spec, lost in _tried(newest, row.name, role).items():
+            for spec, lost in _tried_formats(newest, row.name, role).items():
                 shares = [number(lost.get(name)) for name in ("sqnr", "overflow", "underflow")]
                 known = [share if math.isfinite(share) else None for share in shares]
                 lines.append([row.name, role, str(spec), *known])
     return lines
 
 
-def _tried(sample: Event, layer: str, role: str) -> dict[str, Mapping[str, Any]]:
+def _tried_formats(sample: Event, layer: str, role: str) -> dict[str, Mapping[str, Any]]:
     """Returns what each format that was tried would have lost."""
     tried = nested(sample, "layers", layer, role, "what_if")
     tables = tried.items() if isinstance(tried, Mapping) else ()

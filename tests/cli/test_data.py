@@ -47,7 +47,7 @@ def train(source, out, *settings):
 def test_from_text_to_a_run_to_text(packed, text, tmp_path, out, capfd):
     assert "nothing to do" not in capfd.readouterr().err
     Path(packed, "link").symlink_to(tmp_path / "nowhere")
-    assert run(pack_command(text, tmp_path)) == 0  # done already: it tells the same again
+    assert run(pack_command(text, tmp_path)) == 0  # done already: it says the same again
     printed = capfd.readouterr()
     assert f"nothing to do: `{packed}` is complete" in printed.err
     assert "bytes per token" in printed.out

@@ -1,4 +1,4 @@
-"""Runs someone's training script and watches it: `halfstep audit -- python train.py ARGS`.
+"""Runs a user's training script and watches it: `halfstep audit -- python train.py ARGS`.
 
 The command runs as it is, in this terminal. A folder on PYTHONPATH holds a `sitecustomize` that Python runs in
 each process, behind whatever launcher; each that trains on torch writes one record

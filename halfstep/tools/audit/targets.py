@@ -97,13 +97,13 @@ def of_factory(target: str, steps: int) -> Record:
     """Returns the record of what a factory makes."""
     made = call(find(*target.split(":")), target)
     if not isinstance(made, tuple) or len(made) not in (2, 4):
-        raise FactoryError(f"`{target}` returned {_described(made)}", hint=RETURNS)
+        raise FactoryError(f"`{target}` returned {_describe(made)}", hint=RETURNS)
     framework = _framework(made)
     if framework is None:
-        raise FactoryError(f"`{target}` returned {_described(made)}, and none is a model of torch, JAX or MLX")
+        raise FactoryError(f"`{target}` returned {_describe(made)}, and none is a model of torch, JAX or MLX")
     if framework != "torch" and len(made) != 4:
         raise FactoryError(
-            f"`{target}` returned {_described(made)}; on {framework} a loss and a batch are needed",
+            f"`{target}` returned {_describe(made)}; on {framework} a loss and a batch are needed",
             hint=RETURNS,
         )
     try:
@@ -111,7 +111,7 @@ def of_factory(target: str, steps: int) -> Record:
     except HalfstepError:
         raise
     except Exception as error:  # of the user's loss function
-        raise _raised(f"a step of `{target}`", error) from error
+        raise _error_of_user(f"a step of `{target}`", error) from error
     return record
 
 
@@ -126,9 +126,9 @@ def find(module: str, name: str) -> Callable[[], Any]:
             raise FactoryError(
                 f"there is no module `{module}`", hint="it is looked for in the current folder, as `python` does"
             ) from None
-        raise _raised(f"importing `{module}`", error) from error
+        raise _error_of_user(f"importing `{module}`", error) from error
     except Exception as error:
-        raise _raised(f"importing `{module}`", error) from error
+        raise _error_of_user(f"importing `{module}`", error) from error
     for part in name.split("."):
         found = getattr(found, part, None)
     if not callable(found):
@@ -141,10 +141,10 @@ def call(factory: Callable[[], Any], where: str) -> Any:
     try:
         return factory()
     except Exception as error:
-        raise _raised(f"`{where}`", error) from error
+        raise _error_of_user(f"`{where}`", error) from error
 
 
-def _raised(what: str, error: Exception) -> ConfigError:
+def _error_of_user(what: str, error: Exception) -> ConfigError:
     """Returns the error of code of the user's, with the last line of it that was run."""
     frames, trace = [], error.__traceback__
     while trace is not None:
@@ -172,7 +172,7 @@ def _leaves(value: Any) -> list[Any]:
     return [leaf for each in value for leaf in _leaves(each)] if isinstance(value, list | tuple) else [value]
 
 
-def _described(made: Any) -> str:
+def _describe(made: Any) -> str:
     if isinstance(made, tuple):
         return "(" + ", ".join(type(each).__name__ for each in made) + ")"
     return f"a {type(made).__name__}"

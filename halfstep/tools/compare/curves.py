@@ -104,7 +104,7 @@ def as_arrays(values: Mapping[int, float]) -> tuple[NDArray[np.int64], NDArray[n
     return np.array(steps, dtype=np.int64), np.array([values[step] for step in steps])
 
 
-def stacked(
+def stack_runs(
     curves: Sequence[Curve], names: Sequence[str], steps: Mapping[str, NDArray[np.int64]]
 ) -> dict[str, Series]:
     """Returns several runs as series with a row for each, at steps that all of them have."""

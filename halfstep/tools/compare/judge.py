@@ -20,7 +20,7 @@ import numpy as np
 from halfstep.config.schema import flatten
 from halfstep.core.compare.divergence import FEWEST_FOR_BAND, Divergence, Series, band, first_divergence
 from halfstep.core.compare.gaps import IncomparableError, Verdict, seed_spread, unpaired_verdict, verdict
-from halfstep.tools.compare.curves import HELD_OUT, LOSS, PARTING, Curve, common_steps, stacked
+from halfstep.tools.compare.curves import HELD_OUT, LOSS, PARTING, Curve, common_steps, stack_runs
 
 LAST = 0.1  # of the steps: their mean training loss is compared if no loss is held out
 # Settings that say nothing about what is compared, or are shown elsewhere.
@@ -196,7 +196,7 @@ def _has_spread(losses: Sequence[float]) -> bool:
 def _curves(a: Sequence[Curve], b: Sequence[Curve]) -> tuple[dict[str, Series], dict[str, Series]] | None:
     steps = {name: at for name, at in common_steps([*a, *b]).items() if name.startswith(PARTING)}
     names = list(steps)
-    return (stacked(a, names, steps), stacked(b, names, steps)) if names else None
+    return (stack_runs(a, names, steps), stack_runs(b, names, steps)) if names else None
 
 
 def _part(

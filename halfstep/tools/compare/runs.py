@@ -50,7 +50,7 @@ class Way:
     ranks: int = 1
 
 
-def paired(
+def train_policies(
     config: RunConfig,
     policies: Sequence[str],
     seeds: Sequence[int],
@@ -61,12 +61,12 @@ def paired(
     device: str | None = None,
 ) -> dict[str, dict[int, Curve]]:
     """Trains a recipe under several policies with several seeds; returns each policy's runs by seed."""
-    config = shortened(config, steps)
+    config = shorten(config, steps)
     ways = [Way(policy, dataclasses.replace(config, policy=policy)) for policy in policies]
     return train_ways(ways, seeds, on_progress, out=out, device=device)
 
 
-def shortened(config: RunConfig, steps: int) -> RunConfig:
+def shorten(config: RunConfig, steps: int) -> RunConfig:
     """Returns the settings of a run of `steps` steps that is trained for a comparison."""
     training = dataclasses.replace(
         config.training, steps=steps, validate_every=steps, keep_last=1, loggers=(), measure_ceiling=False

@@ -10,7 +10,7 @@ from halfstep.core.compare.gaps import CompareInputError, IncomparableError
 from halfstep.core.errors import PolicyError
 from halfstep.core.policy import read
 from halfstep.tools.compare.curves import EVENT_FILE, Curve, read_log, read_run
-from halfstep.tools.compare.runs import Way, shortened
+from halfstep.tools.compare.runs import Way, shorten
 from halfstep.training.run.folder import holds_run
 
 LOGS = (".csv", ".tsv", ".txt", ".log")
@@ -86,7 +86,7 @@ def _way(given: str, training: Training, side: int) -> Way:
         raise CompareInputError(
             f"{ranks} ranks are started by torchrun, and the backend is {config.backend}", hint="use torch"
         )
-    config = shortened(config, training.steps or config.training.steps)
+    config = shorten(config, training.steps or config.training.steps)
     parts = [*own, *([f"{ranks} ranks"] if ranks > 1 else [])]
     return Way(", ".join([given, *parts]), config, ranks)
 

@@ -1,4 +1,4 @@
-"""The folder of an export: complete under its name or not there, and never in place of anything else.
+"""The folder of an export: complete under its name or not there; it replaces nothing but an earlier export.
 
     RUN/export/hf-bf16/
         model.safetensors, config.json, ...     what the target writes

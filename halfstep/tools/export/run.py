@@ -124,7 +124,7 @@ def run(
     target, config, session = TARGETS[to], trained.config, trained.session
     limit = min(tokens, config.training.validation_tokens)
     config = replace(config, training=replace(config.training, validation_tokens=limit))
-    weights = rounded(masters(trained.state, config.model, averaged=False), fmt)
+    weights = round_weights(masters(trained.state, config.model, averaged=False), fmt)
     text = "" if tokenizer is None else _text(tokenizer, corpus)
     job = Job(config.model, weights, fmt, session, device, tokenizer, text)
     target.check(job)
@@ -150,7 +150,7 @@ def run(
         return replace(result, bytes=finish(folder, place, record))
 
 
-def rounded(weights: Iterable[tuple[str, Floats]], fmt: Format) -> dict[str, Floats]:
+def round_weights(weights: Iterable[tuple[str, Floats]], fmt: Format) -> dict[str, Floats]:
     """Returns weights as numbers of a format, to nearest; refuses what is not finite there."""
     result = {}
     for name, value in weights:

@@ -205,7 +205,7 @@ def _load_int8(job: Job, folder: Path) -> Model:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, nobody warns or logs: libraries tell of packages that they could use, and of their own changes."""
+    """Silences libraries, which warn of packages that they could use, and of their own changes."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

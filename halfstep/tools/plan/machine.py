@@ -35,7 +35,7 @@ def save(path: Path, config: RunConfig, device: str | None) -> Machine:
     if path.suffix != ".toml":
         raise OptionError(f"`{path}` is not the name of a TOML file", hint="such as mine.toml")
     device = device or devices()[0]
-    machine = measured(config, device, timing)
+    machine = measure_machine(config, device, timing)
     table = asdict(machine)
     table["timed"] = [{**each, "shape": list(each["shape"])} for each in table["timed"]]
     table = {key: value for key, value in table.items() if value != ()}
@@ -44,7 +44,7 @@ def save(path: Path, config: RunConfig, device: str | None) -> Machine:
     return machine
 
 
-def measured(config: RunConfig, device: str, timing: Any) -> Machine:
+def measure_machine(config: RunConfig, device: str, timing: Any) -> Machine:
     """Returns this machine."""
     from halfstep.torch.instruments.planning.step import trace_recipe
     from halfstep.torch.numerics.dtypes import describe
@@ -74,7 +74,7 @@ def measured(config: RunConfig, device: str, timing: Any) -> Machine:
         capability=hardware.capability or (),
         architecture=hardware.architecture,
         context=0 if hardware.kind == "cpu" else Machine.context,
-        launch=(min(launch) / 2, max(launch)) if launch else Machine.launch,  # code of others may be simpler
+        launch=(min(launch) / 2, max(launch)) if launch else Machine.launch,  # third-party code may be simpler
         reached=Reached(matmul=(0.5, 1.0), bandwidth=(0.6, 1.0)),  # of what was reached here
         timed=(*(Timed(*each) for each in taken), *host),
     )

@@ -123,7 +123,7 @@ def plan_recipe(config: RunConfig, policy: Policy, machine: Machine, gpus: int, 
     job = spread(config, gpus, machine)
     own = replace(config.training, batch=job.batch, micro_batches=job.micro_batches)
     traced = trace_recipe(replace(config, training=own), policy, machine.hardware)
-    return _planned(traced, policy, machine, job, config.training.steps, price, compiled=bool(own.compile))
+    return _plan(traced, policy, machine, job, config.training.steps, price, compiled=bool(own.compile))
 
 
 def plan_factory(
@@ -144,10 +144,10 @@ def plan_factory(
     job = Job(gpus, "none", 1, gpus, traced.batch, 1)
     kernels = tuple(timed for timed in machine.timed if timed.kind not in ("pass", "update"))
     machine = replace(machine, timed=kernels)  # the host was timed with our code, not with theirs
-    return _planned(traced, policy, machine, job, steps, price, compiled=compiled)
+    return _plan(traced, policy, machine, job, steps, price, compiled=compiled)
 
 
-def _planned(
+def _plan(
     traced: Any, policy: Policy, machine: Machine, job: Job, steps: int, price: float, *, compiled: bool
 ) -> Plan:
     memory = _memory(traced, traced.ledger, job)
@@ -156,8 +156,8 @@ def _planned(
     work = [(w, scale if w.phase != "update" else 1.0) for w in traced.work]
     flops = sum(w.flops * times for w, times in work)
     sent = _sent(traced.parameters, policy, job)
-    computing, timed = _computing(work, machine)
-    host = _host(traced, policy, machine, 0 if compiled else job.micro_batches)
+    computing, timed = _device_seconds(work, machine)
+    host = _host_seconds(traced, policy, machine, 0 if compiled else job.micro_batches)
     computing = (max(computing[0], host[0]), max(computing[1], host[1]))
     wire = _wire_seconds(sent, machine, job)
     # At best everything is sent while it computes, at worst nothing is.
@@ -172,13 +172,13 @@ def _memory(traced: Any, ledger: Any, job: Job) -> dict[str, int]:
     found = ledger.by_role(traced.role)
     memory = {role: found.get(role, 0) for role in ROLES}
     if job.shards > 1:
-        memory |= _sharded(traced.parameters, memory, job)
+        memory |= _memory_of_shards(traced.parameters, memory, job)
     elif job.gpus > 1:
         memory["buffers"] += BUCKET
     return memory
 
 
-def _sharded(parameters: Any, memory: dict[str, int], job: Job) -> dict[str, int]:
+def _memory_of_shards(parameters: Any, memory: dict[str, int], job: Job) -> dict[str, int]:
     """Returns what FSDP2 holds: shares of masters, gradients and moments; casts; what is gathered for a block."""
     numbers = sum(math.prod(p.shape) for p in parameters)
     narrow = sum(math.prod(p.shape) * p.wire_bytes for p in parameters if p.wire_bytes < 4)
@@ -251,7 +251,7 @@ def _wire_seconds(sent: dict[str, int], machine: Machine, job: Job) -> Range:
     return total / (speed * high), total / (speed * low)
 
 
-def _computing(work: list[tuple[Any, float]], machine: Machine) -> tuple[Range, float]:
+def _device_seconds(work: list[tuple[Any, float]], machine: Machine) -> tuple[Range, float]:
     """Returns the seconds of the device, and the share of the arithmetic that was timed there."""
     low = high = known = total = 0.0
     copied = next((t for t in machine.timed if t.kind == "bytes" and not t.format), None)
@@ -275,7 +275,7 @@ def _computing(work: list[tuple[Any, float]], machine: Machine) -> tuple[Range, 
     return (low, high), known / total if total else 0.0
 
 
-def _host(traced: Any, policy: Policy, machine: Machine, passes: int) -> Range:
+def _host_seconds(traced: Any, policy: Policy, machine: Machine, passes: int) -> Range:
     """Returns the seconds of the host: what it took for nearly as many operations, or a range for each of them."""
     from halfstep.torch.instruments.planning.step import force_measured
 

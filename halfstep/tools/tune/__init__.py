@@ -1,1 +1,1 @@
-"""Which module bears which format: `halfstep tune`."""
+"""Which module tolerates which format: `halfstep tune`."""

@@ -4,12 +4,12 @@ import math
 
 from halfstep.core.policy import Policy
 from halfstep.core.roles import print_value
-from halfstep.tools.tune.rules import Wanted, describe_formats, to_toml
+from halfstep.tools.tune.rules import ModuleRule, describe_formats, to_toml
 from halfstep.tools.tune.search import Option
-from halfstep.tools.tune.tune import Evaluation, Tuned
+from halfstep.tools.tune.tune import Evaluation, TuneResult
 
 
-def policy_file(tuned: Tuned) -> str:
+def policy_file(tuned: TuneResult) -> str:
     """Returns policy.toml: what was found, with a comment for each rule."""
     s, chosen = tuned.settings, tuned.chosen
     heading = [f"Found by `halfstep tune {s.target}`, from `{s.base}`."]
@@ -20,7 +20,7 @@ def policy_file(tuned: Tuned) -> str:
     return to_toml(tuned.policy, tuned.wanted, lambda wanted: reason_for_rule(tuned, wanted), heading)
 
 
-def reason_for_rule(tuned: Tuned, wanted: Wanted) -> str:
+def reason_for_rule(tuned: TuneResult, wanted: ModuleRule) -> str:
     """Returns why a rule is there."""
     base = Policy.parse(tuned.settings.base)
     options = {name: tuned.found.assignment.get(name, Option()) for name in wanted.modules}
@@ -41,7 +41,7 @@ def reason_for_rule(tuned: Tuned, wanted: Wanted) -> str:
     )
 
 
-def _reason_for_base(tuned: Tuned, base: Policy, name: str) -> str:
+def _reason_for_base(tuned: TuneResult, base: Policy, name: str) -> str:
     """Returns why a module stays as in the base."""
     cheaper = [option for option in tuned.rows[name] if option.cost < tuned.rows[name][0].cost]
     if not cheaper:
@@ -69,7 +69,7 @@ def describe_verdict(evaluation: Evaluation) -> str:
     return f"held-out loss {known.mean:+.4f} ({low:+.4f} to {high:+.4f}, {seeds} seeds: {known.kind})"
 
 
-def describe_saving(tuned: Tuned, evaluation: Evaluation) -> str:
+def describe_saving(tuned: TuneResult, evaluation: Evaluation) -> str:
     """Describes what a policy saves."""
     ratio = evaluation.cost / tuned.base_cost if tuned.base_cost else 1.0
     return f"matmuls take {format_cost(evaluation.cost, tuned.unit)}, {ratio:.2f} of the base's"
@@ -95,7 +95,7 @@ def _range(shares: list[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def summary(tuned: Tuned) -> str:
+def summary(tuned: TuneResult) -> str:
     """Describes the outcome in a line or two."""
     total = len(tuned.rows)
     if tuned.met:

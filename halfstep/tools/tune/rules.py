@@ -19,7 +19,7 @@ Formats = tuple[Operand, Operand]  # of a module's operands, and of the gradient
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ModuleRule:
     """A rule, and the modules that it decides about."""
 
     rule: Rule
@@ -33,18 +33,20 @@ def formats_of(base: Policy, compute: str, grad: str) -> Formats:
     return cast(Operand, forward), cast(Operand, backward)
 
 
-def apply_assignment(base: Policy, names: Sequence[str], assignment: Assignment) -> tuple[Policy, list[Wanted]]:
+def apply_assignment(
+    base: Policy, names: Sequence[str], assignment: Assignment
+) -> tuple[Policy, list[ModuleRule]]:
     """Returns the base with rules for what was chosen, and the rules; `names` are all modules that may change."""
     formats = dict.fromkeys(names, (base.compute, base.grad))
     formats |= {name: formats_of(base, o.compute, o.grad) for name, o in assignment.items()}
-    wanted = _wanted(formats, (base.compute, base.grad))
+    wanted = _module_rules(formats, (base.compute, base.grad))
     rules = (*base.rules, *(each.rule for each in wanted))
     # Held-out text is scored in wide formats, as under fp8-mixed: what is kept of a training is its weights.
     scored = base.eval if base.eval.format is not None or not wanted else Evaluation(base.compute.format)
     return replace(base, rules=rules, eval=scored), wanted
 
 
-def _wanted(formats: Mapping[str, Formats], base: Formats) -> list[Wanted]:
+def _module_rules(formats: Mapping[str, Formats], base: Formats) -> list[ModuleRule]:
     default = base
     narrow = Counter(pair for pair in formats.values() if is_narrow(pair[0].format))
     if narrow and (common := narrow.most_common(1)[0])[1] > 1:
@@ -68,7 +70,7 @@ def _wanted(formats: Mapping[str, Formats], base: Formats) -> list[Wanted]:
                 rules[glob][1].append(name)
             elif default != base:
                 rules[EVERYWHERE][1].append(name)
-    return [Wanted(_rule(glob, pair), tuple(decided)) for glob, (pair, decided) in rules.items()]
+    return [ModuleRule(_rule(glob, pair), tuple(decided)) for glob, (pair, decided) in rules.items()]
 
 
 def _in_every_block(name: str) -> str:
@@ -79,7 +81,9 @@ def _rule(glob: str, pair: Formats) -> Rule:
     return Rule(glob, (("compute", pair[0]), ("grad", pair[1])))
 
 
-def to_toml(policy: Policy, wanted: Sequence[Wanted], why: Callable[[Wanted], str], heading: Sequence[str]) -> str:
+def to_toml(
+    policy: Policy, wanted: Sequence[ModuleRule], why: Callable[[ModuleRule], str], heading: Sequence[str]
+) -> str:
     """Returns a file that `--policy` reads: the policy, with a comment above each rule that was found."""
     ours, table = {each.rule.glob: each for each in wanted}, policy.to_table()
     lines = [*(f"# {line}" for line in heading), "", "[policy]"]

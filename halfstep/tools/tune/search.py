@@ -58,7 +58,7 @@ Assignment = dict[str, Option]
 
 
 @dataclass
-class Found:
+class SearchResult:
     """How a search ended."""
 
     steps: list[Step] = field(default_factory=list)  # the narrowest that is known to meet the budget
@@ -94,9 +94,11 @@ def assignment_of(steps: Sequence[Step]) -> Assignment:
     return {step.module: step.after for step in steps}
 
 
-def search(modules: Mapping[str, Sequence[Option]], meets: Callable[[Assignment], bool], most: int) -> Found:
+def search(
+    modules: Mapping[str, Sequence[Option]], meets: Callable[[Assignment], bool], most: int
+) -> SearchResult:
     """Returns the narrowest policy that meets the budget, asking at most so often."""
-    path, found = path_of(modules), Found()
+    path, found = path_of(modules), SearchResult()
 
     def ask(steps: Sequence[Step]) -> bool:
         found.asked += 1

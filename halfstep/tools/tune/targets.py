@@ -55,7 +55,7 @@ def target_of(name: str, overrides: tuple[str, ...], out: Path, device: str | No
                 f"{option} is for recipes, and `{name}` is a function that decides it",
                 hint="change what the function returns",
             )
-        return Made(name)
+        return FactoryTarget(name)
     if name not in recipe_names() and not name.endswith(".toml"):
         raise TargetError(
             f"`{name}` is neither a recipe nor module:factory",
@@ -66,10 +66,10 @@ def target_of(name: str, overrides: tuple[str, ...], out: Path, device: str | No
         raise SettingConflictError(
             f"backend {config.backend}: `halfstep tune` runs on torch", hint="--set backend=torch"
         )
-    return Recipe(config, out / "runs", device)
+    return RecipeTarget(config, out / "runs", device)
 
 
-class Recipe:
+class RecipeTarget:
     """A recipe, trained in run folders."""
 
     note = ""
@@ -99,17 +99,17 @@ class Recipe:
         return study_of(session, [batches.at(steps + i)[0] for i in range(STUDY_BATCHES)], base)
 
     def _curve(self, policy: Policy, seed: int, steps: int, report: Report) -> Any:
-        from halfstep.tools.compare.runs import paired
+        from halfstep.tools.compare.runs import train_policies
 
         def on_progress(done: int, _total: int, _words: str) -> None:
             report(done)
 
         text = str(policy)
-        runs = paired(self.config, [text], [seed], steps, on_progress, out=self.out, device=self.device)
+        runs = train_policies(self.config, [text], [seed], steps, on_progress, out=self.out, device=self.device)
         return runs[text][seed]
 
 
-class Made:
+class FactoryTarget:
     """What a factory makes."""
 
     compiled = False

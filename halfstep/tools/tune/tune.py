@@ -23,8 +23,8 @@ from halfstep.core.compare.gaps import Verdict, seed_spread, verdict
 from halfstep.core.errors import OptionError, StudyError
 from halfstep.core.policy import Policy
 from halfstep.core.roles import Operand, is_narrow, parse_value
-from halfstep.tools.tune.rules import Wanted, apply_assignment, formats_of
-from halfstep.tools.tune.search import Assignment, Found, Option, search
+from halfstep.tools.tune.rules import ModuleRule, apply_assignment, formats_of
+from halfstep.tools.tune.search import Assignment, Option, SearchResult, search
 from halfstep.tools.tune.targets import Target
 from halfstep.training.files import make_folder, write_whole
 
@@ -92,7 +92,7 @@ class Evaluation:
 
 
 @dataclass
-class Tuned:
+class TuneResult:
     """What a search found."""
 
     settings: Settings
@@ -103,9 +103,9 @@ class Tuned:
     base_cost: float
     rows: dict[str, list[Option]]  # the options of each module, the base first
     kept: dict[str, str]  # modules that stay in the base, and why
-    found: Found
+    found: SearchResult
     policy: Policy
-    wanted: list[Wanted]
+    wanted: list[ModuleRule]
     evaluations: list[Evaluation] = field(default_factory=list)
     note: str = ""
 
@@ -142,7 +142,7 @@ class Tuner:
         self.known: dict[str, Any] = self._read()
         self.evaluations: list[Evaluation] = []
 
-    def run(self) -> Tuned:
+    def run(self) -> TuneResult:
         """Searches, and returns what was found."""
         s = self.settings
         self._total = (1 + EXPECTED) * s.seeds * s.steps
@@ -154,7 +154,7 @@ class Tuner:
         self.base_cost = sum(options[0].cost for options in self.modules.values())
         found = search(self.modules, self._meets, s.policies)
         policy, wanted = apply_assignment(self.base, list(self.modules), found.assignment)
-        return Tuned(
+        return TuneResult(
             s, self.unit, self.lacking, tuple(reference), self.delta, self.base_cost, self.modules, study["kept"],
             found, policy, wanted, self.evaluations, self.target.note,
         )  # fmt: skip

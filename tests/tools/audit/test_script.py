@@ -1,4 +1,4 @@
-"""`halfstep audit -- COMMAND`: someone's script is watched, ended cleanly, and left as it is."""
+"""`halfstep audit -- COMMAND`: a user's script is watched, ended cleanly, and left as it is."""
 
 import runpy
 import shlex

@@ -8,7 +8,7 @@ import pytest
 
 from halfstep.config.load import load
 from halfstep.config.run import RunConfig
-from halfstep.tools.compare.runs import StoppedError, Way, paired, shortened, train_ways
+from halfstep.tools.compare.runs import StoppedError, Way, shorten, train_policies, train_ways
 from halfstep.training.loop import Loop
 from halfstep.training.telemetry.events import read_events
 from tests.tools.compare.made_up import CUT
@@ -23,13 +23,13 @@ def config(tmp_path: Path) -> RunConfig:
 
 def trained(config: RunConfig, out: Path, policies: Sequence[str] = ("fp32",)) -> list[tuple[int, int, str]]:
     reports: list[tuple[int, int, str]] = []
-    paired(config, policies, [0, 1], 4, lambda *each: reports.append(each), out=out)
+    train_policies(config, policies, [0, 1], 4, lambda *each: reports.append(each), out=out)
     return reports
 
 
 def test_policies_begin_with_the_same_weights_and_see_the_same_data(config: RunConfig, tmp_path: Path) -> None:
     policies = ("fp32", "fp32,moments=bf16")
-    curves = paired(config, policies, [0, 1], 4, out=tmp_path / "out")
+    curves = train_policies(config, policies, [0, 1], 4, out=tmp_path / "out")
     assert [list(curves[policy]) for policy in policies] == [[0, 1], [0, 1]]
     one, other = (curves[policy] for policy in policies)
     for seed in (0, 1):
@@ -41,16 +41,16 @@ def test_policies_begin_with_the_same_weights_and_see_the_same_data(config: RunC
 
 
 def test_what_is_trained_is_not_trained_again(config: RunConfig, tmp_path: Path, monkeypatch) -> None:
-    first = paired(config, ["fp32"], [0, 1], 4, out=tmp_path / "out")
+    first = train_policies(config, ["fp32"], [0, 1], 4, out=tmp_path / "out")
     monkeypatch.setattr(Loop, "run", None)  # would be called
-    again = paired(config, ["fp32"], [0, 1], 4, out=tmp_path / "out")
+    again = train_policies(config, ["fp32"], [0, 1], 4, out=tmp_path / "out")
     for seed in (0, 1):
         assert again["fp32"][seed].held_out == first["fp32"][seed].held_out
         np.testing.assert_array_equal(again["fp32"][seed].series["loss"][1], first["fp32"][seed].series["loss"][1])
 
 
 def test_an_interrupted_run_continues(config: RunConfig, tmp_path: Path, monkeypatch) -> None:
-    whole = paired(config, ["fp32"], [0], 4, out=tmp_path / "whole")
+    whole = train_policies(config, ["fp32"], [0], 4, out=tmp_path / "whole")
     record = Loop._record
 
     def interrupted(self: Loop, result: object) -> None:
@@ -61,8 +61,8 @@ def test_an_interrupted_run_continues(config: RunConfig, tmp_path: Path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(Loop, "_record", interrupted)
         with pytest.raises(StoppedError, match="stopped at step 2"):
-            paired(config, ["fp32"], [0], 4, out=tmp_path / "cut")
-    rest = paired(config, ["fp32"], [0], 4, out=tmp_path / "cut")
+            train_policies(config, ["fp32"], [0], 4, out=tmp_path / "cut")
+    rest = train_policies(config, ["fp32"], [0], 4, out=tmp_path / "cut")
     assert rest["fp32"][0].held_out == whole["fp32"][0].held_out
     starts = [
         event for event in read_events(Path(rest["fp32"][0].name) / "events.jsonl") if event["event"] == "start"
@@ -81,5 +81,5 @@ def test_progress_counts_the_steps_of_all_runs(config: RunConfig, tmp_path: Path
 def test_a_warning_of_all_runs_is_passed_on_once(config: RunConfig, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("halfstep.training.run.opening.slow_formats", lambda policy, device: ["bf16 is slow here"])
     warnings: list[str] = []
-    train_ways([Way("fp32", shortened(config, 1))], [0, 1], out=tmp_path / "out", on_warning=warnings.append)
+    train_ways([Way("fp32", shorten(config, 1))], [0, 1], out=tmp_path / "out", on_warning=warnings.append)
     assert warnings == ["warning: bf16 is slow here"]

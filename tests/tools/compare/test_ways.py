@@ -7,7 +7,7 @@ import pytest
 from halfstep.cli.main import run
 from halfstep.config.load import load
 from halfstep.tools.compare.judge import judge
-from halfstep.tools.compare.runs import paired
+from halfstep.tools.compare.runs import train_policies
 from tests.tools.compare.made_up import CUT
 
 
@@ -43,7 +43,7 @@ def test_it_is_the_same(words, setting, shared, capsys):
 def test_bf16_mixed_is_the_same_and_bf16_true_is_different_at_a_low_rate(tmp_path):
     policies = ["bf16-mixed", "bf16-true", "fp32"]
     low = ("training.validation_tokens=1024", "monitor.on=false", "optimizer.rate=1e-4")
-    curves = paired(load("tiny", [*CUT, *low]), policies, range(4), 60, out=tmp_path)
+    curves = train_policies(load("tiny", [*CUT, *low]), policies, range(4), 60, out=tmp_path)
     runs = {policy: list(by_seed.values()) for policy, by_seed in curves.items()}
     mixed, true = (judge((name, "fp32"), runs[name], runs["fp32"]) for name in policies[:2])
     assert mixed.verdict.kind == "same"

@@ -67,7 +67,7 @@ def write(kind: str, text: str) -> None:
 
 
 def leave_last_lines() -> None:
-    """Notes the last lines of an exception that nobody catches; Python then prints it as ever."""
+    """Notes the last lines of an exception that nobody catches; Python then prints it as usual."""
     before = sys.excepthook
 
     def hook(kind: Any, error: Any, trace: Any) -> None:
