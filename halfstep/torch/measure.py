@@ -36,7 +36,7 @@ from halfstep.torch.loss.plain import Terms
 from halfstep.torch.model import Block, rope_tables
 from halfstep.torch.numerics.cast import to_native
 from halfstep.torch.numerics.dtypes import describe, dtype_of, supported
-from halfstep.torch.numerics.lowering import Casts, to_compute
+from halfstep.torch.numerics.lowering import to_compute
 from halfstep.torch.numerics.record import update_record
 from halfstep.torch.numerics.split.parameter import make_split
 
@@ -227,26 +227,32 @@ class _Bench:
         layer.precision = precision
         if precision.delayed:
             update_record(layer, history=Amaxes([""], self.device).layers[""])
-        model = _WithLoss(layer, work.loss, Terms(softcap=work.softcap)) if work.loss else _Between(layer)
+        casts, terms = layer.casts, Terms(softcap=work.softcap)
+        x, g = self._random(work.tokens, work.inputs).to(casts.compute).requires_grad_(), None
+        if work.loss:
+            targets = torch.randint(work.outputs, (work.tokens,), device=self.device, generator=self.generator)
+        else:
+            g = self._random(work.tokens, work.outputs).to(casts.compute)
+
+        def forward(x: Tensor) -> Tensor:
+            x = to_compute(functional.silu(x), casts)
+            if work.loss:
+                given = (x, layer.weight, layer.bias, targets, casts, terms, work.loss)
+                return linear_cross_entropy(*given, history=layer.halfstep.history)[0]
+            return to_compute(functional.silu(layer(x)), casts)
+
         if work.compiled and precision.narrow:
             # A graph for each shape, of which dynamo allows eight by default: with dynamic sizes it would be
             # another kernel than the model's. Wide matmuls fuse with nothing: not compiled, they run the same
             # kernels, seconds earlier.
-            model.compile(fullgraph=True, dynamic=False)
-        x = self._random(work.tokens, work.inputs).to(layer.casts.compute).requires_grad_()
-        given: tuple[Tensor, ...] = ()
-        if work.loss:
-            shape, g = (work.tokens,), None
-            given = (torch.randint(work.outputs, shape, device=self.device, generator=self.generator),)
-        else:
-            g = self._random(work.tokens, work.outputs).to(layer.casts.compute)
+            forward = torch.compile(forward, fullgraph=True, dynamic=False)
 
         def run(count: int) -> None:
             _set_tf32(self.device, False)
             with torch._dynamo.config.patch(recompile_limit=256) if work.compiled else nullcontext():
                 for _ in range(count):
-                    model(x, *given).backward(g)
-                    model.zero_grad(set_to_none=True)
+                    forward(x).backward(g)
+                    layer.zero_grad(set_to_none=True)
                     x.grad = None
 
         _wait(self.device)
@@ -254,27 +260,6 @@ class _Bench:
 
     def _random(self, rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, device=self.device, generator=self.generator)
-
-
-class _Between(nn.Module):
-    def __init__(self, layer: CastedLinear):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        casts: Casts = self.layer.casts
-        return to_compute(functional.silu(self.layer(to_compute(functional.silu(x), casts))), casts)
-
-
-class _WithLoss(nn.Module):
-    def __init__(self, layer: CastedLinear, chunks: int, terms: Terms):
-        super().__init__()
-        self.layer, self.chunks, self.terms = layer, chunks, terms
-
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        layer, casts = self.layer, self.layer.casts
-        given = (to_compute(functional.silu(x), casts), layer.weight, layer.bias, targets, casts, self.terms)
-        return linear_cross_entropy(*given, self.chunks, history=layer.halfstep.history)[0]
 
 
 def _fp8(a: Tensor, b: Tensor, fmt: Format) -> Callable[[], Tensor]:

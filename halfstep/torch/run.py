@@ -70,8 +70,8 @@ def prepare(
     each `run.step` one CUDA graph: at small batches the host would be the limit. The bits are the same; what
     cannot be captured is refused.
     """
-    settings: dict[str, Any] = {"clip_norm": clip_norm, "seed": seed, "ema": ema, "tokens": tokens}
-    return prepare_as(Run, model, optimizer, policy, memory=memory, graph=graph, **settings)
+    settings: dict[str, Any] = {"clip_norm": clip_norm, "seed": seed, "ema": ema, "graph": graph}
+    return prepare_as(Run, model, optimizer, policy, tokens=tokens, memory=memory, **settings)
 
 
 class Run(Engine):

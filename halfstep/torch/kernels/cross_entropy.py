@@ -58,29 +58,21 @@ Terms = tuple[int, float, float, float]  # the target that is ignored, smoothing
 
 def losses(logits: Tensor, targets: Tensor, width: int, terms: Terms) -> tuple[Tensor, Tensor]:
     """Returns the loss of each row, and the logarithm of its sum of exponentials."""
-    out, lses = _numbers(logits), _numbers(logits)
-    _launch(logits, logits, targets, out, lses, out, width, terms, 0.0, has_loss=True, has_grad=False)
-    return out, lses
+    return _launch(logits, logits, targets, width, terms, has_grad=False)
 
 
 def losses_and_gradients(
     logits: Tensor, targets: Tensor, width: int, terms: Terms, factor: float, kept: int = 0
 ) -> Tensor:
     """Returns the loss of each row, and writes `factor` times its gradient over the logits."""
-    out, lses = _numbers(logits), _numbers(logits)
-    given = (logits, logits, targets, out, lses, out, width, terms, factor)
-    _launch(*given, kept=kept, has_loss=True, has_grad=True)
-    return out
+    return _launch(logits, logits, targets, width, terms, factor, kept=kept)[0]
 
 
 def losses_and_codes(
     logits: Tensor, codes: Tensor, targets: Tensor, width: int, terms: Terms, factor: float, scale: float
 ) -> Tensor:
     """Returns the loss of each row, and writes codes of `scale` times what `losses_and_gradients` writes."""
-    out, lses = _numbers(logits), _numbers(logits)
-    given = (logits, codes, targets, out, lses, out, width, terms, factor, scale, ROUNDED[codes.dtype][0])
-    _launch(*given, has_loss=True, has_grad=True)
-    return out
+    return _launch(logits, codes, targets, width, terms, factor, scale, ROUNDED[codes.dtype][0])[0]
 
 
 def gradients(
@@ -88,25 +80,28 @@ def gradients(
     kept: int = 0,
 ) -> None:  # fmt: skip
     """Writes the gradient of each row, times its factor, to `grads`, which may be the logits."""
-    given = (logits, grads, targets, lses, lses, factors, width, terms, 0.0)
-    _launch(*given, kept=kept, has_loss=False, has_grad=True)
-
-
-def _numbers(logits: Tensor) -> Tensor:
-    return torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    _launch(logits, grads, targets, width, terms, kept=kept, known=(lses, factors))
 
 
 def _launch(
-    logits: Tensor, grads: Tensor, targets: Tensor, losses: Tensor, lses: Tensor, factors: Tensor, width: int,
-    terms: Terms, factor: float, scale: float = 1.0, kept: int = 0, *, has_loss: bool, has_grad: bool,
-) -> None:  # fmt: skip
-    if not logits.shape[0]:
-        return
+    logits: Tensor, grads: Tensor, targets: Tensor, width: int, terms: Terms, factor: float = 0.0,
+    scale: float = 1.0, kept: int = 0, *, known: tuple[Tensor, Tensor] | None = None, has_grad: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns losses, and logarithms of sums of exponentials, unless these and the factors of rows are `known`."""
+    rows = logits.shape[0]
+    if known is None:
+        losses, lses = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
+        factors = losses
+    else:
+        lses, factors = known
+        losses = lses
+    if not rows:
+        return losses, lses
     targets = targets.contiguous()
     block = min(BLOCK, triton.next_power_of_2(width))
     sizes = (width, grads.shape[1], logits.stride(0), grads.stride(0), block)
     ignored, smoothing, cap, z_loss = terms
-    has = (has_loss, has_grad, cap != 0, smoothing != 0, z_loss != 0, grads.dtype != logits.dtype, kept)
+    has = (known is None, has_grad, cap != 0, smoothing != 0, z_loss != 0, grads.dtype != logits.dtype, kept)
     dtypes = (logits.dtype, grads.dtype)
     rounded = {} if logits.is_cuda else ROUNDED
     by_hand = [number for dtype in dtypes for number in rounded.get(dtype, (0, 0))]
@@ -118,7 +113,8 @@ def _launch(
     options = {"num_warps": warps, "enable_fp_fusion": True}
     if torch.version.hip is None:
         options["maxnreg"] = REGISTERS  # which AMD's compiler does not know
-    launch(_row, key, logits, logits.shape[0], *given, **options)
+    launch(_row, key, logits, rows, *given, **options)
+    return losses, lses
 
 
 @triton.jit(do_not_specialize=["ignored"], do_not_specialize_on_alignment=["targets", "losses", "lses", "factors"])
