@@ -16,8 +16,8 @@ format, emulated if the policy is. The ranks of a job share them: each takes som
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, partial
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,34 +100,49 @@ class Muon(Optimizer):
     def update(self, grads: Grads, found_inf: Tensor | None, scale: Tensor | None) -> None:
         """Updates every matrix that has a gradient, unless `found_inf` is 1."""
         self.start()
-        batches: list[tuple[list[Tensor], _Batch]] = []
+        batches: list[tuple[list[Tensor], dict[str, Any]]] = []  # each with its group
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[Tensor]] = {}
             for p in group["params"]:
                 if id(p) in grads:
                     by_shape.setdefault(p.shape, []).append(p)
-            kept = group["momentum"] if self._momentum is None else self._momentum
-            batch = _Batch(group, kept, grads, scale, self.state)
-            batches += [(params, batch) for alike in by_shape.values() for params in chunks(alike)]
+            batches += [(params, group) for alike in by_shape.values() for params in chunks(alike)]
         work = partial(orthogonalize, iteration=self.iteration, emulate=self.emulate)
         updates: Mapping[int, Tensor] = {}
         if batches and (self._shares or is_shard(batches[0][0][0])):
             out = torch.float32 if self.emulate else dtype_of(self.iteration)
-            inputs = [batch.directions for _, batch in batches]
+            inputs = [partial(self._directions, group, grads, scale) for _, group in batches]
             updates = work_on_owned([params for params, _ in batches], inputs, work, out)
-        for params, batch in batches:
-            self._update(params, batch, updates, work, found_inf)
+        for params, group in batches:
+            self._update(params, group, grads, scale, found_inf, updates, work)
+
+    def _momenta(
+        self, group: dict[str, Any], grads: Grads, scale: Tensor | None, params: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the momenta after this step, and where they point (Nesterov): of what this rank has."""
+        kept = group["momentum"] if self._momentum is None else self._momentum
+        given = torch.stack([g.float() for g in local_parts([grads[id(p)] for p in params])])
+        if scale is not None:
+            given *= scale
+        momentum = torch.stack(local_parts([self.state[p]["momentum"] for p in params])).float()
+        momentum.mul_(kept).add_(given)
+        return momentum, given.add_(kept * momentum)
+
+    def _directions(self, *given: Any) -> Tensor:
+        return self._momenta(*given)[1]
 
     def _update(
         self,
         params: list[Tensor],
-        batch: "_Batch",
+        group: dict[str, Any],
+        grads: Grads,
+        scale: Tensor | None,
+        found_inf: Tensor | None,
         updates: Mapping[int, Tensor],
         work: Work,
-        found_inf: Tensor | None,
     ) -> None:
         """Updates matrices of one shape, whose directions are orthogonalized here unless `updates` has them."""
-        momentum, direction = batch.momenta(params)
+        momentum, direction = self._momenta(group, grads, scale, params)
         update = torch.stack([updates[id(p)] for p in params]) if updates else work(direction)
         del direction
         # Copied, not cast: what comes of a tall matrix is transposed, and the lists below want one layout.
@@ -145,8 +160,8 @@ class Muon(Optimizer):
             momentum = torch.where(skipped, torch.stack(momenta), momentum)
         torch._foreach_add_(steps, [applied] * len(steps))  # one tensor would be taken for a number, and read
         torch._foreach_copy_(momenta, momentum.unbind())
-        wide, rate = local_parts(self.masters.wide(params)), self.rate_of(batch.group)
-        torch._foreach_mul_(wide, 1 - applied * rate * batch.group["weight_decay"])
+        wide, rate = local_parts(self.masters.wide(params)), self.rate_of(group)
+        torch._foreach_mul_(wide, 1 - applied * rate * group["weight_decay"])
         torch._foreach_sub_(wide, moved.mul_(rate).unbind())
         self.masters.put(params, wide, steps)
 
@@ -157,29 +172,6 @@ def chunks(alike: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     each = -(-len(alike) // parts)
     for start in range(0, len(alike), each):
         yield list(alike[start : start + each])
-
-
-class _Batch(NamedTuple):
-    """What matrices of one group and shape move by."""
-
-    group: dict[str, Any]
-    kept: float | Tensor  # of the momentum
-    grads: Grads
-    scale: Tensor | None
-    state: Mapping[Tensor, Mapping[str, Tensor]]
-
-    def momenta(self, params: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns the momenta after this step, and where they point (Nesterov): of what this rank has."""
-        grads = torch.stack([g.float() for g in local_parts([self.grads[id(p)] for p in params])])
-        if self.scale is not None:
-            grads *= self.scale
-        momentum = torch.stack(local_parts([self.state[p]["momentum"] for p in params])).float()
-        momentum.mul_(self.kept).add_(grads)
-        return momentum, grads.add_(self.kept * momentum)
-
-    def directions(self, params: Sequence[Tensor]) -> Tensor:
-        """Returns where the momenta point."""
-        return self.momenta(params)[1]
 
 
 # --- Newton-Schulz
@@ -213,12 +205,8 @@ def why_torch(device: torch.device, dtype: torch.dtype) -> str:
         return "Triton is not installed"
     if dtype not in NARROW:
         return f"the kernel multiplies bf16 and fp16, not {str(dtype).removeprefix('torch.')}"
-    return "" if _capability(device) >= (8, 0) else "the kernel needs an NVIDIA GPU of compute capability 8.0"
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    capable = torch.cuda.get_device_capability(device) >= (8, 0)
+    return "" if capable else "the kernel needs an NVIDIA GPU of compute capability 8.0"
 
 
 def _by_torch(x: Tensor, b: float, c: float) -> Tensor:

@@ -17,7 +17,7 @@ import gc
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,17 +80,13 @@ def mean(value: Tensor | float, device: torch.device) -> Tensor:
     return total / num_ranks()
 
 
-class Agreed(NamedTuple):
-    """What all ranks know after the reduction."""
+def agree(
+    norm: Tensor, num_copies: int, weights: Tensor | float, losses: Tensor | float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the norm of all shards, means of weights and of losses, and the first rank whose loss is not finite.
 
-    norm: Tensor
-    weights: Tensor
-    losses: Tensor
-    bad_rank: Tensor  # -1 if all losses are finite
-
-
-def agree(norm: Tensor, num_copies: int, weights: Tensor | float, losses: Tensor | float) -> Agreed:
-    """Returns the norm of all shards, and the means of weights and losses; `num_copies` is that of `copies`."""
+    That is -1 if all losses are finite; `num_copies` is that of `copies`.
+    """
     every = num_ranks()
     total = torch.zeros(3 + every, device=norm.device)  # and for each rank whether its loss is bad
     rows = [norm.square() if num_copies else 0.0, weights, losses]
@@ -101,7 +97,7 @@ def agree(norm: Tensor, num_copies: int, weights: Tensor | float, losses: Tensor
     squares, weight, loss = total[:3].unbind()
     bad = total[3:]
     first = torch.where(bad.any(), bad.argmax(), -1)
-    return Agreed((squares / num_copies).sqrt() if num_copies else norm, weight / every, loss / every, first)
+    return (squares / num_copies).sqrt() if num_copies else norm, weight / every, loss / every, first
 
 
 def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:

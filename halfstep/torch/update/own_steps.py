@@ -89,7 +89,7 @@ class OwnSteps:
             return args, kwargs
         norm = self._norm(local_parts(grads) if run.num_copies else grads)
         if run.num_copies:
-            norm = agree(norm, run.num_copies, 1.0, 0.0).norm
+            norm = agree(norm, run.num_copies, 1.0, 0.0)[0]
         finite = norm < math.inf
         if driver is run.drivers[0]:
             run.num_applied += finite

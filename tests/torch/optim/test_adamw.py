@@ -261,7 +261,7 @@ def test_muon_says_how_its_products_are_computed_and_why():
     ("capability", "kernel"), [((7, 5), False), ((8, 0), True), ((9, 0), True), ((12, 0), True)]
 )
 def test_the_kernel_is_for_gpus_that_multiply_bf16(monkeypatch, capability, kernel):
-    monkeypatch.setattr(muon, "_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(muon, "has_triton", lambda: True)
     assert (not why_torch(torch.device("cuda", 0), torch.bfloat16)) == kernel
 
