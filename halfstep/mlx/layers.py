@@ -27,7 +27,7 @@ from halfstep.core.formats import FP32, Format, parse
 from halfstep.core.precision import Precision
 from halfstep.core.refusal import named_format
 from halfstep.mlx.numerics.cast import carried
-from halfstep.mlx.numerics.dtypes import DTYPES, format_of
+from halfstep.mlx.numerics.dtypes import DTYPES, format_of, is_floating
 from halfstep.mlx.numerics.lowering import Casts, casts_of
 from halfstep.mlx.numerics.matmul import (
     cast_to_format,
@@ -117,7 +117,7 @@ class Layer(Held):
 
 def check_stream_dtype(x: mx.array, casts: Casts, name: str, streams: Streams) -> None:
     """Refuses an activation in a float dtype that is not in `streams`."""
-    if x.dtype in streams or not mx.issubdtype(x.dtype, mx.floating):
+    if x.dtype in streams or not is_floating(x):
         return
     stream = casts.compute if casts.compute in streams else next(iter(streams))
     promoted = x.dtype.size > stream.size

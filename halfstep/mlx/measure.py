@@ -31,7 +31,7 @@ from halfstep.core.precision import Precision
 from halfstep.core.refusal import check_measurable
 from halfstep.mlx.layers import Layer
 from halfstep.mlx.model import Block, rope_tables
-from halfstep.mlx.numerics.dtypes import as_device, describe, dtype_of, pin_matmuls, supported, version
+from halfstep.mlx.numerics.dtypes import as_device, describe, dtype_of, kind_of, pin_matmuls, supported, version
 
 __all__ = ["FORMATS", "describe", "devices", "measure", "measure_block", "supported", "version"]
 
@@ -51,7 +51,7 @@ def measure(
 ) -> list[Timing]:
     """Times matmuls in each format, which must be supported, for at most `budget` seconds."""
     device, formats = as_device(device), list(formats)
-    check_measurable(formats, str(device.type).rpartition(".")[2], lambda fmt: supported(fmt, device))
+    check_measurable(formats, kind_of(device), lambda fmt: supported(fmt, device))
     pin_matmuls(device)
     if shapes is None:
         shapes = CPU_SHAPES if device.type == mx.cpu else ACCELERATOR_SHAPES

@@ -47,12 +47,13 @@ from halfstep.mlx.convert.modules import (
     RMSNorm,
     Setting,
     Whole,
+    mixed,
     parameters_of,
 )
 from halfstep.mlx.convert.places import Place, arrays, public, trainable, walk
 from halfstep.mlx.layers import Layer, Matmul, Streams
 from halfstep.mlx.numerics.cast import carried, split
-from halfstep.mlx.numerics.dtypes import dtype_of, pin_matmuls, supported
+from halfstep.mlx.numerics.dtypes import dtype_of, is_floating, kind_of, pin_matmuls, supported
 from halfstep.mlx.numerics.lowering import NATIVE, casts_of
 
 # The attributes a module gets; none of these is an array, so none is a parameter.
@@ -105,7 +106,8 @@ def apply(
     by_name = check_policy(model, policy, names)
     places, modules = trainable(model), dict(walk(model))
     values = policy.resolve(_rule_names(modules, places, names))
-    originals, changes = _convert(model, modules, policy, by_name, cast_inputs)
+    originals, changes = _convert(model, modules, policy, by_name)
+    _set_formats(model, policy, by_name, cast_inputs)
     masters: dict[str, Any] = {name: values[place.owner].values["param"] for name, place in places.items()}
     moments: dict[str, Any] = {name: values[place.owner].values["moments"] for name, place in places.items()}
     widened = tuple(n for n, p in places.items() if p.array.dtype != mx.float32 and masters[n].format == FP32)
@@ -118,7 +120,7 @@ def apply(
         if remainder is not None:
             remainders[name] = remainder
     others = {name: place.array for name, place in arrays(model).items() if public(name) and name not in places}
-    frozen = tuple(name for name, array in others.items() if mx.issubdtype(array.dtype, mx.floating))
+    frozen = tuple(name for name, array in others.items() if is_floating(array))
     return Applied(policy, masters, moments, places, remainders, widened, frozen, changes, originals)
 
 
@@ -136,9 +138,11 @@ def check_policy(model: Module, policy: Policy, names: Sequence[str] | None = No
     computing = [*(name for name, module in modules.items() if _kind(module) is not None), *owners]
     reach = {"operand": multiplying, "param": owners, "moments": owners, "compute": computing, "grad": computing}
     check_reach(policy, reach | {"grad_weight": computing})
-    check_supported([base_precision(policy.evaluation()), *precisions(policy.evaluation(), names).values()])
-    by_name = precisions(policy, names)
-    check_supported([base_precision(policy), *by_name.values()])
+    device = mx.default_device()
+    for form in (policy.evaluation(), policy):
+        by_name = precisions(form, names)
+        wanted = [base_precision(form), *by_name.values()]
+        check_formats(wanted, "MLX", kind_of(device), lambda fmt: supported(fmt, device), NATIVE)
     check_named({n: m.named for n, m in modules.items() if isinstance(m, Layer)}, by_name, base_precision(policy))
     return by_name
 
@@ -154,18 +158,8 @@ def hold(wide: mx.array, param: Param, policy: Policy) -> tuple[mx.array, mx.arr
 
 def set_precision(model: Module, policy: Policy, names: Sequence[str] | None = None) -> None:
     """Sets the formats of each module and leaves the parameters alone."""
-    modules = dict(walk(model))
-    by_name = precisions(policy, _rule_names(modules, trainable(model), names))
-    check_supported([base_precision(policy), *by_name.values()])
-    streams = _streams(policy, by_name)
-    for name, module in modules.items():
-        precision = by_name[name] if name else base_precision(policy)
-        if isinstance(module, Layer):
-            module.precision, module.streams = precision, streams
-        elif isinstance(module, Around | Code):
-            module.halfstep = replace(module.halfstep, casts=casts_of(precision), streams=streams)
-    if isinstance(model, Whole):
-        model.halfstep_model = _borders(policy, model.halfstep_model.cast_inputs)
+    by_name = precisions(policy, _rule_names(dict(walk(model)), trainable(model), names))
+    _set_formats(model, policy, by_name, isinstance(model, Whole) and model.halfstep_model.cast_inputs)
 
 
 def restore(converted: Applied) -> None:
@@ -175,12 +169,6 @@ def restore(converted: Applied) -> None:
         for name in _ATTRIBUTES:
             module.__dict__.pop(name, None)
         module.__dict__.update(attributes)
-
-
-def check_supported(wanted: Sequence[Precision]) -> None:
-    """Refuses what the default device cannot run, with the reason and the alternative that runs."""
-    device = mx.default_device()
-    check_formats(wanted, "MLX", str(device.type).rpartition(".")[2], lambda fmt: supported(fmt, device), NATIVE)
 
 
 def _rule_names(modules: dict[str, Module], places: dict[str, Place], names: Sequence[str] | None) -> list[str]:
@@ -198,15 +186,11 @@ def _check_unprepared(model: Module) -> None:
             )
 
 
-def _streams(policy: Policy, by_name: dict[str, Precision]) -> Streams:
-    return Streams(casts_of(precision).compute for precision in (base_precision(policy), *by_name.values()))
-
-
 def _convert(
-    model: Module, modules: dict[str, Module], policy: Policy, by_name: dict[str, Precision], cast_inputs: bool
+    model: Module, modules: dict[str, Module], policy: Policy, by_name: dict[str, Precision]
 ) -> tuple[list[tuple[Module, type, dict[str, Any]]], tuple[Change, ...]]:
     """Gives each module the class that casts; returns the originals and how each module was changed."""
-    streams, base = _streams(policy, by_name), base_precision(policy)
+    base = base_precision(policy)
     plans = [(name, module, _kind(module), by_name[name] if name else base) for name, module in modules.items()]
     for name, _, kind, precision in plans:
         if kind is MultiHeadAttention and precision.softmax != FP32:
@@ -220,34 +204,35 @@ def _convert(
     def convert(module: Module, kind: type) -> None:
         before = {key: module.__dict__[key] for key in _ATTRIBUTES if key in module.__dict__}
         originals.append((module, type(module), before))
-        module.__class__ = kind if issubclass(kind, Layer) else _mixed(kind, type(module))
+        module.__class__ = kind if issubclass(kind, Layer) else mixed(kind, type(module))
 
     reach_functions()
     for name, module, kind, precision in plans:
         written_by_mlx = type(module).__module__.startswith("mlx.") and not module.children()
         if kind is None and (module is model or written_by_mlx):
             continue
-        role = ISLANDS.get(type(module), "")
         if kind is not None:
-            changes.append(Change(name, type(module).__name__, _form(role, kind, precision)))
+            form = _form(ISLANDS.get(type(module), ""), kind, precision)
+            changes.append(Change(name, type(module).__name__, form))
         convert(module, kind or Code)
-        if isinstance(module, Layer):
-            module.precision, module.name, module.streams = precision, name, streams
-        else:
-            module.halfstep = Setting(name or "the model", casts_of(precision), streams, role)
     if not isinstance(model, Layer) or type(model) in KINDS.values():
         convert(model, Whole)
-        model.halfstep_model = _borders(policy, cast_inputs)
     return originals, tuple(changes)
 
 
-def _borders(policy: Policy, cast_inputs: bool) -> Borders:
+def _set_formats(model: Module, policy: Policy, by_name: dict[str, Precision], cast_inputs: bool) -> None:
+    """Sets the formats of each module that was converted."""
     base = base_precision(policy)
-    return Borders(casts_of(base), casts_of(replace(base, compute=policy.loss)), cast_inputs)
-
-
-def _mixed(mixin: type, own: type) -> type:
-    return type(own.__name__, (mixin, own), {"__module__": own.__module__, "__doc__": own.__doc__})
+    streams = Streams(casts_of(precision).compute for precision in (base, *by_name.values()))
+    for name, module in walk(model):
+        precision = by_name[name] if name else base
+        if isinstance(module, Layer):
+            module.precision, module.name, module.streams = precision, name, streams
+        elif isinstance(module, Around | Code):
+            module.halfstep = Setting(name or "the model", casts_of(precision), streams)
+    if isinstance(model, Whole):
+        outputs = casts_of(replace(base, compute=policy.loss))
+        model.halfstep_model = Borders(casts_of(base), outputs, cast_inputs)
 
 
 def _kind(module: Module) -> type | None:

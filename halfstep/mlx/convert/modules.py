@@ -7,8 +7,8 @@ mixed into the class of any other module that holds arrays, `Code` into that of 
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.nn.layers import activations, normalization, positional_encoding, transformer
@@ -17,6 +17,7 @@ from mlx.nn.layers import linear as linears
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
+from halfstep.core.formats import Format
 from halfstep.mlx.convert.places import own_arrays
 from halfstep.mlx.convert.scope import map_floats, scope
 from halfstep.mlx.layers import (
@@ -33,6 +34,7 @@ from halfstep.mlx.layers import (
     to_compute,
     with_weight_grad_format,
 )
+from halfstep.mlx.numerics.dtypes import is_floating
 from halfstep.mlx.numerics.lowering import Casts, casts_of
 
 
@@ -113,26 +115,22 @@ def parameters_of(module: Module) -> list[tuple[Any, Any]]:
     return [
         (container, key)
         for _, container, key in own_arrays(module)
-        if mx.issubdtype(container[key].dtype, mx.floating) and not str(key).startswith("_")
+        if is_floating(container[key]) and not str(key).startswith("_")
     ]
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What `Around` knows of its module."""
+class Setting(NamedTuple):
+    """What a class that is mixed in knows of its module."""
 
     name: str
     casts: Casts
     streams: Streams
-    role: str  # of an island; empty elsewhere
 
-    @property
-    def casts_inside(self) -> Casts:
-        """The formats that inputs and arrays are cast to for the call."""
-        if not self.role:
-            return self.casts
-        fmt = getattr(self.casts.precision, self.role)
-        return casts_of(replace(self.casts.precision, compute=fmt, grad=fmt))
+
+def mixed(mixin: type, own: type) -> type:
+    """Returns the class of a module with `Around`, `Code` or `Whole` mixed in."""
+    role = {"halfstep_role": ISLANDS[own]} if own in ISLANDS else {}
+    return type(own.__name__, (mixin, own), {"__module__": own.__module__, "__doc__": own.__doc__, **role})
 
 
 class Around(Held):
@@ -142,12 +140,15 @@ class Around(Held):
     """
 
     halfstep: Setting
+    halfstep_role = ""  # of an island
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        setting, inside = self.halfstep, self.halfstep.casts_inside
+        setting, role = self.halfstep, self.halfstep_role
+        fmt, precision = self._format_inside(), setting.casts.precision
+        inside = casts_of(replace(precision, compute=fmt, grad=fmt)) if role else setting.casts
         leaf = not tree_flatten(self.children(), is_leaf=Module.is_module)
         if leaf:
-            if setting.role != "rope" and args and isinstance(args[0], mx.array):
+            if role != "rope" and args and isinstance(args[0], mx.array):
                 check_stream_dtype(args[0], setting.casts, setting.name, setting.streams)
             args, kwargs = map_floats(lambda x: cast_input(x, inside), (args, kwargs))
         held = [(container, key, container[key]) for container, key in parameters_of(self)]
@@ -155,7 +156,7 @@ class Around(Held):
         for (container, key, _), array in zip(held, cast, strict=True):
             container[key] = array
         try:
-            with scope(None if setting.role else setting.casts, setting.name):
+            with scope(None if role else setting.casts, setting.name):
                 out = super().__call__(*args, **kwargs)
         finally:
             for (container, key, array), given in zip(held, cast, strict=True):
@@ -164,9 +165,11 @@ class Around(Held):
         return map_floats(lambda x: to_compute(x, setting.casts), out) if leaf else out
 
     def _extra_repr(self) -> str:
-        precision = self.halfstep.casts.precision
-        inside = getattr(precision, self.halfstep.role) if self.halfstep.role else precision.compute
-        return ", ".join(filter(None, [super()._extra_repr(), f"{inside} inside"]))
+        return ", ".join(filter(None, [super()._extra_repr(), f"{self._format_inside()} inside"]))
+
+    def _format_inside(self) -> Format:
+        fmt: Format = getattr(self.halfstep.casts.precision, self.halfstep_role or "compute")
+        return fmt
 
 
 class Code(Held):
@@ -179,8 +182,7 @@ class Code(Held):
             return super().__call__(*args, **kwargs)
 
 
-@dataclass(frozen=True)
-class Borders:
+class Borders(NamedTuple):
     """How a model's inputs and outputs are cast."""
 
     inputs: Casts

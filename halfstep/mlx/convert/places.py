@@ -8,6 +8,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from halfstep.core.errors import UnsupportedModelError
+from halfstep.mlx.numerics.dtypes import is_floating
 
 
 class Place(NamedTuple):
@@ -75,7 +76,7 @@ def trainable(model: Module) -> dict[str, Place]:
                 f"`{name}` is {str(place.array.dtype).rpartition('.')[2]}, which no policy has a format for",
                 hint="convert it to float32, or freeze it: model.freeze(keys=[...])",
             )
-    places = {name: place for name, place in places.items() if mx.issubdtype(place.array.dtype, mx.floating)}
+    places = {name: place for name, place in places.items() if is_floating(place.array)}
     if not places:
         raise UnsupportedModelError(
             "the model has no parameters to train", hint="model.unfreeze() makes them trainable"

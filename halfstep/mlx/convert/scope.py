@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 
+from halfstep.mlx.numerics.dtypes import is_floating
 from halfstep.mlx.numerics.lowering import Casts
 
 NARROW = (mx.bfloat16, mx.float16)
@@ -95,7 +96,7 @@ def functions_replaced(places: Iterable[Any], wrappers: Mapping[int, Any]) -> It
 def map_floats(fn: Callable[[mx.array], mx.array], tree: Any) -> Any:
     """Applies a function to the floating arrays of plain tuples, lists and dicts, and keeps everything else."""
     if isinstance(tree, mx.array):
-        return fn(tree) if mx.issubdtype(tree.dtype, mx.floating) else tree
+        return fn(tree) if is_floating(tree) else tree
     if type(tree) is dict:
         return {key: map_floats(fn, value) for key, value in tree.items()}
     if type(tree) in (list, tuple):

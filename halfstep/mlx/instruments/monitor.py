@@ -206,7 +206,7 @@ def layer_kind(module: Module) -> str:
     if isinstance(module, Embedding | Table):
         return "embedding"
     if isinstance(module, Around) and not module.children():
-        return {"": "other", "norm": "norm"}.get(module.halfstep.role, "")
+        return {"": "other", "norm": "norm"}.get(module.halfstep_role, "")
     return ""
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Self
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from halfstep.mlx.numerics.dtypes import is_floating
 from halfstep.mlx.numerics.matmul import with_gradient
 
 ACTIVATION, GRADIENT = range(2)  # of core.observed.ROLES
@@ -99,16 +100,12 @@ def _shown(method: Callable[..., Any], name: str) -> Callable[..., Any]:
             return y
         is_head = name == "as_linear"
         layer = numbers.head if is_head else numbers.layer
-        entered = y if numbers.embeds and not is_head else next(filter(_is_floating, args), None)
+        entered = y if numbers.embeds and not is_head else next(filter(is_floating, args), None)
         if recorder.forward and entered is not None:
             recorder.add(layer, ACTIVATION, entered)
         return _noting_gradient(layer)(y)
 
     return call
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating)
 
 
 @cache

@@ -11,6 +11,7 @@ MLX multiplies fp32 arrays in TF32 wherever the hardware can (NVIDIA from Ampere
 """
 
 import os
+from typing import Any
 
 import mlx.core as mx
 
@@ -40,6 +41,16 @@ def format_of(dtype: mx.Dtype) -> Format:
     if dtype not in _FORMATS:
         raise no_format(dtype, "arrays", _FORMATS)
     return _FORMATS[dtype]
+
+
+def is_floating(x: Any) -> bool:
+    """Whether a value is an array of floating numbers."""
+    return isinstance(x, mx.array) and mx.issubdtype(x.dtype, mx.floating)
+
+
+def kind_of(device: mx.Device) -> str:
+    """Returns `cpu` or `gpu`."""
+    return str(device.type).rpartition(".")[2]
 
 
 def describe(device: mx.Device | str) -> Device:

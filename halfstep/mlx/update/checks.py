@@ -23,7 +23,7 @@ from halfstep.core.errors import (
 )
 from halfstep.core.policy import Policy
 from halfstep.mlx import measure
-from halfstep.mlx.numerics.dtypes import dtype_of
+from halfstep.mlx.numerics.dtypes import dtype_of, is_floating, kind_of
 
 
 def resolve_compile(asked: bool | None) -> bool:
@@ -61,9 +61,10 @@ def measured_choice(model: Module, tokens: int, *, alone: bool = True) -> Choice
             "`auto` is measured in each process, and two of them could choose differently",
             hint="`halfstep probe` measures; name what it chooses",
         )
-    device = "cpu" if mx.default_device().type == mx.cpu else "gpu"
     parameters: Any = tree_flatten(model.parameters())
-    return decide_once(measure, device, model_like(array.shape for _, array in parameters), tokens)
+    return decide_once(
+        measure, kind_of(mx.default_device()), model_like(array.shape for _, array in parameters), tokens
+    )
 
 
 def check_untraced(*trees: Any) -> None:
@@ -95,9 +96,10 @@ def check_weight(weight: Any) -> mx.array:
 
 def check_loss(loss: Any, policy: Policy) -> mx.array:
     """Returns the loss, or refuses one that is not a floating scalar in the policy's loss format."""
-    if not isinstance(loss, mx.array) or loss.ndim or not mx.issubdtype(loss.dtype, mx.floating):
-        is_array = isinstance(loss, mx.array)
-        given = f"{loss.dtype} of shape {loss.shape}" if is_array else f"a {type(loss).__name__}"
+    if not is_floating(loss) or loss.ndim:
+        given = f"a {type(loss).__name__}"
+        if isinstance(loss, mx.array):
+            given = f"{loss.dtype} of shape {loss.shape}"
         raise LossError(
             f"the loss function returned {given}; a loss is one floating scalar",
             hint="return its mean, or (sum, count)",

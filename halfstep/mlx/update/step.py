@@ -233,12 +233,10 @@ class Engine:
             self.watching.before_update()
         watchers, self._update_watchers = self._update_watchers, []
         for watcher in watchers:
-            watcher.start(self.masters.part, self.optimizers)
+            watcher.start(self)
         loss, finite, norm = self._call(("update", total.finite is None), self._update, given)
         for watcher in watchers:
-            factor = mx.array(1.0) if total.finite is not None else 1.0 / (total.scale * total.weights)
-            clip = mx.minimum(self.clip_norm / norm, 1.0) if self.clip_norm else mx.array(1.0)
-            watcher.end(self.masters.part, total.arrays, factor, clip, finite)
+            watcher.end(self, total, norm, finite)
         replaced = {n: self._others[n].array for n in sorted(self._replaced & self._before.keys())}
         if self.ranks is not None and replaced:
             replaced = self.ranks.from_rank_0("running statistics", replaced)

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx.nn.layers.base import Module
 from mlx.nn.utils import value_and_grad
 from mlx.optimizers import Optimizer
@@ -33,6 +32,7 @@ from halfstep.mlx.instruments.collect.updates import (
     weights_of,
 )
 from halfstep.mlx.optim.optimizers import leaves_of
+from halfstep.mlx.state import set_random_key
 
 STEPS = 10
 
@@ -131,7 +131,7 @@ def _restored(model: Module, optimizer: Optimizer) -> Iterator[None]:
     """Restores everything that training changes."""
     held = [(place, place.array) for place in arrays(model).values()]
     leaves = [(each, tree_map(lambda x: x, each.state), each._initialized) for each in leaves_of(optimizer)]
-    key = np.array(mx.random.state[0])  # type: ignore[index]
+    key = mx.random.state[0]  # type: ignore[index]
     try:
         yield
     finally:
@@ -142,4 +142,4 @@ def _restored(model: Module, optimizer: Optimizer) -> Iterator[None]:
             each.state.clear()
             each.state.update(state)
             each._initialized = initialized
-        mx.random.seed(int(key[0]) << 32 | int(key[1]))
+        set_random_key(key)

@@ -29,7 +29,7 @@ from mlx.nn.layers.base import Module
 from halfstep.core.audit.record import Operation, OperationKind
 from halfstep.mlx.convert.places import walk
 from halfstep.mlx.convert.scope import functions_replaced
-from halfstep.mlx.numerics.dtypes import DTYPES
+from halfstep.mlx.numerics.dtypes import DTYPES, is_floating
 
 _ROUTER = re.compile(r"router|(^|\.)(gate|gating|wg)$")
 _NORM = re.compile(r"norm|(^|[._])ln(_?\w+)?$")
@@ -103,7 +103,11 @@ def watching(model: Module, loss_fn: Any) -> Iterator[Watcher]:
 
 def _named(own: type, name: str, watcher: Watcher) -> type:
     kind = own.__name__.lower()
-    where = Where(name, _is_norm(name, kind), _ROUTER.search(name.lower()) is not None or "router" in kind)
+    where = Where(
+        name,
+        "norm" in kind or _NORM.search(name.lower()) is not None,
+        _ROUTER.search(name.lower()) is not None or "router" in kind,
+    )
 
     def method(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -122,14 +126,10 @@ def _named(own: type, name: str, watcher: Watcher) -> type:
     return type(own.__name__, (own,), {"__module__": own.__module__, "__doc__": own.__doc__, **methods})
 
 
-def _is_norm(name: str, kind: str) -> bool:
-    return "norm" in kind or _NORM.search(name.lower()) is not None
-
-
 def _look_at(watcher: Watcher, where: Where, kind: str, args: tuple[Any, ...], y: mx.array) -> None:
     """Notes what a layer without others in it returned: its format, and numbers that are not finite."""
-    given = [x for x in args if isinstance(x, mx.array) and mx.issubdtype(x.dtype, mx.floating)]
-    if not given or not mx.issubdtype(y.dtype, mx.floating):
+    given = [x for x in args if is_floating(x)]
+    if not given or not is_floating(y):
         return
     watcher.stack.append(where)
     op = watcher.note("other", kind, given, y, format_name(y.dtype))
@@ -158,9 +158,8 @@ def _watched(watcher: Watcher, function: Any, name: str, kind: str) -> Callable[
             y = function(*args, **kwargs)
         finally:
             watcher.within = False
-        if isinstance(y, mx.array) and mx.issubdtype(y.dtype, mx.floating):
-            given = [x for x in (*args, *kwargs.values()) if isinstance(x, mx.array)]
-            given = [x for x in given if mx.issubdtype(x.dtype, mx.floating)]
+        if is_floating(y):
+            given = [x for x in (*args, *kwargs.values()) if is_floating(x)]
             if given:
                 _note_function(watcher, name, kind, given, y, precise=bool(kwargs.get("precise")))
         return y

@@ -21,6 +21,7 @@ from halfstep.core.audit.updates import Intended, count, count_unknown
 from halfstep.core.observed import WEIGHT_COLUMNS
 from halfstep.mlx.convert.places import arrays
 from halfstep.mlx.instruments.collect.operations import format_name
+from halfstep.mlx.numerics.dtypes import is_floating
 from halfstep.mlx.optim.optimizers import Optimizer, state_at
 
 ELEMENTWISE = (
@@ -48,7 +49,7 @@ def weights_of(model: Module, optimizers: Sequence[Optimizer]) -> tuple[list[Wei
     weights, buffers = [], []
     for name, place in arrays(model).items():
         array = place.array
-        if not mx.issubdtype(array.dtype, mx.floating):
+        if not is_floating(array):
             continue
         kind = buffer_kind(name)
         if name not in known or (name not in trained and kind == "running"):
@@ -152,23 +153,18 @@ class UpdateNumbers:
         self.updates: dict[str, Update] = {}
         self.finite = mx.array(True)
 
-    def start(self, weights: Callable[[str, int], mx.array], optimizers: Sequence[Optimizer]) -> None:
+    def start(self, run: Any) -> None:
         """Keeps slices of weights, as fp32 numbers, and of moments, before the update."""
-        parts = {name: weights(name, self._slice) for names in self._parameters for name in names}
-        self._started = before_step(parts, self._cut, optimizers)
+        parts = {n: run.masters.part(n, self._slice) for names in self._parameters for n in names}
+        self._started = before_step(parts, self._cut, run.optimizers)
 
-    def end(
-        self,
-        weights: Callable[[str, int], mx.array],
-        gradients: Mapping[str, mx.array],
-        unscale: mx.array,
-        clip: mx.array,
-        finite: mx.array,
-    ) -> None:
-        """Keeps them after it; `unscale` makes gradients those of the loss, `clip` those the optimizer saw."""
+    def end(self, run: Any, total: Any, norm: mx.array, finite: mx.array) -> None:
+        """Keeps them after it, with the gradients (update.step.Gradients) that the optimizers saw clipped."""
+        unscale = mx.array(1.0) if total.finite is not None else 1.0 / (total.scale * total.weights)
+        clip = mx.minimum(run.clip_norm / norm, 1.0) if run.clip_norm else mx.array(1.0)
         for name, before in self._started.items():
-            gradient = self._cut(gradients[name]).astype(mx.float32) * unscale
-            self.updates[name] = after_step(before, weights(name, self._slice), gradient, clip)
+            gradient = self._cut(total.arrays[name]).astype(mx.float32) * unscale
+            self.updates[name] = after_step(before, run.masters.part(name, self._slice), gradient, clip)
         self.finite, self._started = finite, {}
         mx.async_eval([each for update in self.updates.values() for each in update if each is not None], finite)
 
