@@ -156,7 +156,7 @@ class Session(Shell):
             )
 
     def _of_optimizers(self, given: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """Returns what MLX's optimizers hold beside moments: counts, all of them `applied`, and rates."""
+        """Returns what MLX's optimizers hold besides moments: counts, all of them `applied`, and rates."""
         live = self.run.state_dict()
         others = {n: a for n, a in live.items() if n.startswith("optimizer.") and n not in self._moments}
         applied = given.get("applied", live["applied"])

@@ -1,6 +1,6 @@
 """How a policy reaches the MLX functions that a model's own code calls, such as `mx.softmax(scores)`.
 
-MLX has no function modes. So `reach_functions` puts a wrapper in the place of each function below, under every
+MLX has no function modes. So `reach_functions` replaces each function below by a wrapper, under every
 name that mlx or a module of this process has for it. While the forward of a prepared model or its loss function
 runs, there is a scope, and the wrappers do what the scope's precision says; elsewhere they call MLX's own.
 
@@ -87,7 +87,7 @@ def _wrapped(function: Call, role: str, run: Call = _island) -> Call:
         casts, _, module = current()
         if casts is None:
             return function(*args, **kwargs)
-        with enter_scope(Scope(module=module)):  # a function that is made of others decides for them
+        with enter_scope(Scope(module=module)):  # a function decides for those that it calls
             return run(function, role, args, kwargs, casts)
 
     return call

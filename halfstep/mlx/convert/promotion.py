@@ -1,4 +1,4 @@
-"""An fp32 array that meets the activations of a model, such as a mask, a table or a weight, does not widen them.
+"""An fp32 mask, table or weight does not widen the activations that a model combines with it.
 
 In MLX bf16 and fp32 make fp32, and so is everything after it. In the code of a module that a policy gives a narrow
 stream, the operators and functions below work on a pair of both in fp32 and return the compute format:
@@ -10,7 +10,7 @@ stream, the operators and functions below work on a pair of both in fp32 and ret
     einsum                           all operands in compute
 
 Two fp32 arrays stay fp32: code that widens its activations by .astype(mx.float32) computes in fp32, as it says.
-Emulated, all arrays are fp32, and nothing tells a table from an activation: the next layer rounds.
+Emulated, all arrays are fp32, and nothing distinguishes a table from an activation: the next layer rounds.
 """
 
 from collections.abc import Callable, Iterator

@@ -55,7 +55,7 @@ def scope(casts: Casts | None, module: str | None = None) -> Any:
 
 @contextmanager
 def watching(watch: Watch) -> Iterator[None]:
-    """Shows every call inside of a function that a role or a meeting names."""
+    """Shows `watch` every call, inside, of a function that has a wrapper."""
     token = _WATCH.set(watch)
     try:
         yield

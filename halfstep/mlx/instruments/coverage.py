@@ -1,7 +1,7 @@
 """How each function in a model's own code runs: the list of `run.coverage(loss_fn, batch)`.
 
 One pass is run with a watcher on the wrappers (functions/), and its effects are undone. The list has every island,
-product and meeting of the model's own code, with how it ran. Of the functions that no role reaches it has those
+product and mixture with fp32 of the model's own code, with how it ran. Of the functions that no role reaches it has those
 that lose precision: sums, exponentials and the like of narrow numbers, such as in hand-written norms.
 """
 

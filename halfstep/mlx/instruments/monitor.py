@@ -139,12 +139,12 @@ class Monitor:
         return amax.at[index].maximum(largest), counts.at[index].add(rows)
 
     def arrays_of_pass(self, loss_fn: Any, batch: Any) -> list[tuple[str, str, mx.array]]:
-        """Runs a batch again and returns what each layer meets, whole and in order: (layer, role, array)."""
+        """Runs a batch again and returns what each layer sees, whole and in order: (layer, role, array)."""
         seen = self._replay(loss_fn, batch, _ALL)
         return [(self.layers[each.layer].name, ROLES[each.role], each.array) for each in seen]
 
     def sample(self, loss_fn: Any, batch: Any, share: float = 1 / 16) -> dict[str, dict[str, Sample]]:
-        """Runs at most a `share` of a batch again, at least one row, and describes {layer: {role: what it met}}.
+        """Runs at most a `share` of a batch again, at least one row, and describes {layer: {role: what it saw}}.
 
         Rows are those of the first dimension of the arrays in the batch. Random state, gradients and running
         statistics are as before. Of each tensor, and of the weights, the first 65,536 elements are looked at.

@@ -12,9 +12,6 @@ from mlx.utils import tree_flatten
 
 from halfstep.core.audit.cause import Cause
 
-Met = Sequence[tuple[str, str, mx.array]]
-"""What the layers of a pass met, in its order: layer, role (core.observed.ROLES), array."""
-
 
 def find(run: Any, loss_fn: Any, micro_batches: Sequence[Any], factor: float) -> Cause:
     """Runs a step again, its losses times a factor, and returns what made it not finite, as far as it can tell."""
@@ -28,8 +25,8 @@ def find(run: Any, loss_fn: Any, micro_batches: Sequence[Any], factor: float) ->
         cause = _bad_weight(parameters)
         losses = [_as_tuple(loss_fn(run.model, batch))[0] for batch in micro_batches]
     for number, (batch, loss) in enumerate(zip(micro_batches, losses, strict=True)):
-        met = [] if run.watching is None else run.watching.arrays_of_pass(scaled, batch)
-        cause = cause or _in_pass(loss, met, number)
+        seen = [] if run.watching is None else run.watching.arrays_of_pass(scaled, batch)
+        cause = cause or _in_pass(loss, seen, number)
     return cause or Cause("backward", "the loss is finite, a gradient is not")
 
 
@@ -45,10 +42,13 @@ def _bad_weight(parameters: Iterable[tuple[str, mx.array]]) -> Cause | None:
     return None
 
 
-def _in_pass(loss: mx.array, met: Met, micro_batch: int) -> Cause | None:
-    """Returns the first layer of a pass that met something not finite, as a cause; None if none did."""
+def _in_pass(loss: mx.array, seen: Sequence[tuple[str, str, mx.array]], micro_batch: int) -> Cause | None:
+    """Returns the first layer of a pass that saw something not finite, as a cause; None if none did.
+
+    `seen` are (layer, role, array) in the order of the pass, with roles of core.observed.ROLES.
+    """
     before = ""
-    for name, role, array in met:
+    for name, role, array in seen:
         if role != "activation":
             continue
         if not _fine(array):
@@ -58,7 +58,7 @@ def _in_pass(loss: mx.array, met: Met, micro_batch: int) -> Cause | None:
     if not _fine(loss):
         what = f"the loss, after `{before}`" if before else "the loss"
         return Cause("forward", what, before, micro_batch=micro_batch)
-    for name, role, array in met:
+    for name, role, array in seen:
         if role == "gradient" and not _fine(array):
             return Cause("backward", f"gradient of the output of `{name}`", name, micro_batch=micro_batch)
     return None

@@ -25,7 +25,7 @@ ACTIVATION, GRADIENT = range(2)  # of core.observed.ROLES
 
 
 class Seen(NamedTuple):
-    """One array that a layer met."""
+    """One array that a layer saw."""
 
     layer: int
     role: int
@@ -77,7 +77,7 @@ _RECORDER: ContextVar[Recorder | None] = ContextVar("halfstep_recorder", default
 
 
 def show(module: Module, numbers: Numbers) -> None:
-    """Gives a module the class that shows what it meets; `apply.restore` gives back its own."""
+    """Gives a module the class that shows what it sees; `apply.restore` gives back its own."""
     module.__class__ = _showing(type(module))
     module.halfstep_watched = numbers
 

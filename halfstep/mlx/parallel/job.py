@@ -51,7 +51,7 @@ class Host:
             self._ranks.doing = text
 
     def notes(self, key: str) -> list[str | None]:
-        """Returns None of each rank: nobody can read what others noted."""
+        """Returns None for each rank: none can read what another one noted."""
         return [None] * self.ranks
 
     def claim(self, key: str) -> bool:

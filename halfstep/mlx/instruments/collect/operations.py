@@ -57,7 +57,7 @@ class Watcher:
     seen: dict[tuple[Any, ...], Operation] = field(default_factory=dict)
     overflows: list[tuple[Operation, mx.array]] = field(default_factory=list)
     stack: list[Where] = field(default_factory=lambda: [Where()])
-    within: bool = False  # a function that is made of others is noted, and they are not
+    within: bool = False  # a function that was noted runs, and those that it calls are not noted
 
     def note(
         self, kind: OperationKind, function: str, given: list[mx.array], y: mx.array, inside: str
