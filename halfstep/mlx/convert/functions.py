@@ -1,8 +1,8 @@
 """How a policy reaches the MLX functions that a model's own code calls, such as `mx.softmax(scores)`.
 
-MLX has no function modes. So `reach_functions` replaces each function below by a wrapper, under every
-name that mlx or a module of this process has for it. While the forward of a prepared model or its loss function
-runs, there is a scope, and the wrappers do what the scope's precision says; elsewhere they call MLX's own.
+MLX has no function modes. So `reach_functions` replaces each function below by a wrapper, under every name that
+mlx or a module of this process has for it. While the forward of a prepared model or its loss function runs,
+there is a scope, and the wrappers do what the scope's precision says; elsewhere they call MLX's own.
 
     softmax, logsumexp, log_softmax, softmin   in the softmax format, compute out
     fast.rms_norm, fast.layer_norm             in the norm format, compute out

@@ -1,8 +1,9 @@
 """How each function in a model's own code runs: the list of `run.coverage(loss_fn, batch)`.
 
-One pass is run with a watcher on the wrappers (functions/), and its effects are undone. The list has every island,
-product and mixture with fp32 of the model's own code, with how it ran. Of the functions that no role reaches it has those
-that lose precision: sums, exponentials and the like of narrow numbers, such as in hand-written norms.
+One pass is run with a watcher on the wrappers (convert/functions.py), and its effects are undone. The list has
+every island, every product and every combination with an fp32 array in the model's own code, with how it ran. Of
+the functions that no role reaches it has those that lose precision: sums, exponentials and the like of narrow
+numbers, such as in hand-written norms.
 """
 
 from collections import Counter
