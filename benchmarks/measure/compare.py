@@ -22,7 +22,7 @@ import numpy as np
 from halfstep.config.load import load
 from halfstep.core.compare.divergence import first_divergence
 from halfstep.core.compare.gaps import seed_spread, verdict
-from halfstep.tools.compare.curves import PARTING, Curve, common_steps, stacked
+from halfstep.tools.compare.curves import PARTING, Curve, common_steps, stack_runs
 from halfstep.tools.compare.runs import train_policies
 from halfstep.training.session import backend_version
 
@@ -53,7 +53,7 @@ def draw(a: list[Curve], b: list[Curve]) -> tuple[str, bool]:
     losses_a, losses_b = ([float(curve.held_out or 0) for curve in curves] for curves in (a, b))
     gaps = [x - y for x, y in zip(losses_a, losses_b, strict=True)]
     steps = {name: at for name, at in common_steps([*a, *b]).items() if name.startswith(PARTING)}
-    parted = first_divergence(stacked(a, list(steps), steps), stacked(b, list(steps), steps)) is not None
+    parted = first_divergence(stack_runs(a, steps), stack_runs(b, steps)) is not None
     return verdict(gaps, seed_spread(losses_b) / 2).kind, parted
 
 

@@ -104,12 +104,10 @@ def as_arrays(values: Mapping[int, float]) -> tuple[NDArray[np.int64], NDArray[n
     return np.array(steps, dtype=np.int64), np.array([values[step] for step in steps])
 
 
-def stack_runs(
-    curves: Sequence[Curve], names: Sequence[str], steps: Mapping[str, NDArray[np.int64]]
-) -> dict[str, Series]:
+def stack_runs(curves: Sequence[Curve], steps: Mapping[str, NDArray[np.int64]]) -> dict[str, Series]:
     """Returns several runs as series with a row for each, at steps that all of them have."""
     found = {}
-    for name, wanted in ((name, steps[name]) for name in names):
+    for name, wanted in steps.items():
         runs = (curve.series[name] for curve in curves)
         rows = np.array([values[np.searchsorted(at, wanted)] for at, values in runs])
         # The gradients of all layers are of one kind.

@@ -12,7 +12,7 @@ granted, and said.
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -67,13 +67,9 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the same as data, without the curves."""
-        data = {
-            name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("curves", "limits")
-        }
-        for name in ("a", "b", "verdict", "parting"):
-            data[name] = None if data[name] is None else asdict(data[name])
-        data["settings"] = {key: [a, b] for key, a, b in self.settings}
-        return data
+        data = asdict(replace(self, curves=None, limits=None))
+        del data["curves"], data["limits"]
+        return data | {"settings": {key: [a, b] for key, a, b in self.settings}}
 
 
 def judge(
@@ -100,6 +96,9 @@ def judge(
     elif batches is False:
         notes.append("the updates have other numbers of tokens, so the curves cannot be compared step by step")
     losses, measure = _losses(a, b) if data is not False else (None, "")
+    reference = losses[1] if losses is not None else []
+    spread = seed_spread(reference) if len(reference) > 1 and all(map(math.isfinite, reference)) else None
+    delta = (spread or 0.0) / 2 if delta is None else delta  # one run decides nothing, whatever delta is
     decided = None if losses is None else _decide(names, *losses, delta, paired=bool(seeds))
     drawn = _curves(a, b) if data is not False and model is not False and batches is not False else None
     parting, unknown, limits = _part(drawn)
@@ -115,7 +114,6 @@ def judge(
         )
         for i, (name, curves) in enumerate(zip(names, (a, b), strict=True))
     ]
-    spread = seed_spread(losses[1]) if losses is not None and _has_spread(losses[1]) else None
     different = None if drawn is None or not seeds else _first_difference(drawn)
     about = (measure, seeds, spread, parting, unknown, different, _settings(a, b), tuple(notes), drawn, limits)
     return Comparison(sides[0], sides[1], decided, *about)
@@ -175,28 +173,18 @@ def _mean(curve: Curve, window: Any) -> float:
     return mean if math.isfinite(mean) else math.inf
 
 
-def _decide(
-    names: tuple[str, str], a: list[float], b: list[float], delta: float | None, *, paired: bool
-) -> Verdict:
+def _decide(names: tuple[str, str], a: list[float], b: list[float], delta: float, *, paired: bool) -> Verdict:
     if not all(map(math.isfinite, b)):
         raise IncomparableError(
             f"a run of the reference, {names[1]}, diverged: nothing can be compared with it",
             hint="name the runs that train second, or a lower optimizer.rate for both with --set",
         )
-    if delta is None and not _has_spread(b):
-        delta = 0.0  # one run decides nothing, whatever delta is
-    delta = seed_spread(b) / 2 if delta is None else delta
     return verdict([x - y for x, y in zip(a, b, strict=True)], delta) if paired else unpaired_verdict(a, b, delta)
-
-
-def _has_spread(losses: Sequence[float]) -> bool:
-    return len(losses) > 1 and all(map(math.isfinite, losses))
 
 
 def _curves(a: Sequence[Curve], b: Sequence[Curve]) -> tuple[dict[str, Series], dict[str, Series]] | None:
     steps = {name: at for name, at in common_steps([*a, *b]).items() if name.startswith(PARTING)}
-    names = list(steps)
-    return (stack_runs(a, names, steps), stack_runs(b, names, steps)) if names else None
+    return (stack_runs(a, steps), stack_runs(b, steps)) if steps else None
 
 
 def _part(

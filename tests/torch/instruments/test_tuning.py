@@ -10,7 +10,7 @@ import torch
 from halfstep.core.errors import ConfigError
 from halfstep.core.formats import BF16, E4M3, FP32
 from halfstep.core.policy import Policy
-from halfstep.tools.tune.targets import Made
+from halfstep.tools.tune.targets import FactoryTarget
 from halfstep.torch.instruments.tuning import MatmulLayer, Trial, call_seeded, time_options, unsupported_formats
 from tests.torch.instruments.tuning import models
 
@@ -80,7 +80,7 @@ def test_training_reports_each_step_and_scores_held_out_batches():
 
 
 def test_one_batch_is_trained_on_and_judged_by_and_said():
-    target = Made("tests.torch.instruments.tuning.models:one_batch")
+    target = FactoryTarget("tests.torch.instruments.tuning.models:one_batch")
     assert "no held-out loss" in target.note
     assert target.train(Policy.parse(BASE), 0, 3, lambda step: None) < trial(models.one_batch).score()
 
