@@ -26,7 +26,7 @@ from halfstep.torch.instruments.observe.layers import spec_of_role, watched_laye
 from halfstep.torch.instruments.observe.readback import Unread
 from halfstep.torch.instruments.observe.slots import LayerWatch, first_tensor
 from halfstep.torch.instruments.observe.sums import Part, observations, part_of
-from halfstep.torch.instruments.observe.weights import WeightNumbers, stored
+from halfstep.torch.instruments.observe.weights import WeightNumbers, stored_values
 from halfstep.torch.instruments.replay import extra_pass_of_run
 from halfstep.torch.optim.adamw import Grads
 
@@ -130,7 +130,7 @@ class Monitor:
             (loss.float() / weight * whole * self._run.scale_state.scale).backward()
         for module, info in zip(self._watch.modules, self.layers, strict=True):
             if (p := _matrix(module)) is not None:
-                seen.append((info, "weight", part_of(stored(p, p.numel()), spec_of_role(info, "weight"))))
+                seen.append((info, "weight", part_of(stored_values(p, p.numel()), spec_of_role(info, "weight"))))
         merged: dict[str, dict[str, Observation]] = {info.name: {} for info in self.layers}
         for (info, role, _), observation in zip(seen, observations([part for *_, part in seen]), strict=True):
             roles = merged[info.name]

@@ -83,7 +83,7 @@ def switch_formats(run: Any, precisions: Mapping[str, Precision] | None = None) 
             )
     with ExitStack() as stack:
         stack.enter_context(extra_pass_of_run(run))
-        stack.enter_context(_pause_ddp_sync(run))
+        _pause_ddp_sync(run, stack)
         stack.callback(_reshard, run)
         stack.enter_context(_set_precisions(model, {name: given.get(name, Precision()) for name in known}))
         _reshard(run)
@@ -114,19 +114,12 @@ def _reshard(run: Any) -> None:
         run.sharded.reshard()
 
 
-@contextmanager
-def _pause_ddp_sync(run: Any) -> Iterator[None]:
-    """Keeps DDP from communicating inside: `replay` averages by itself, and DDP's buckets stay as they are."""
-    keys = ("require_backward_grad_sync", "require_forward_param_sync")
-    wrappers = run.wrappers() if num_ranks() > 1 and run.sharded is None else []
-    before = [(wrapper, {key: getattr(wrapper, key) for key in keys}) for wrapper in wrappers]
-    try:
-        for wrapper in wrappers:
-            wrapper.require_backward_grad_sync = False
-        yield
-    finally:
-        for wrapper, values in before:
-            wrapper.__dict__.update(values)
+def _pause_ddp_sync(run: Any, stack: ExitStack) -> None:
+    """Keeps DDP from communicating: `replay` averages by itself, and DDP's buckets stay as they are."""
+    for wrapper in run.wrappers() if num_ranks() > 1 and run.sharded is None else []:
+        sync = {key: getattr(wrapper, key) for key in ("require_backward_grad_sync", "require_forward_param_sync")}
+        stack.callback(vars(wrapper).update, sync)
+        wrapper.require_backward_grad_sync = False
 
 
 def replay(

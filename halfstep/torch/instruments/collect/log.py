@@ -30,7 +30,7 @@ from halfstep.torch.instruments.collect.models import (
     models_of,
     names_of,
     params_of,
-    unwrapped,
+    unwrap,
     version_of,
 )
 from halfstep.torch.instruments.collect.places import place
@@ -147,7 +147,7 @@ class TrainingLog:
 
     def track(self, optimizer: Optimizer) -> TrackedOptimizer:
         """Returns what is known of an optimizer, and begins to track a new one."""
-        optimizer = unwrapped(optimizer)
+        optimizer = unwrap(optimizer)
         if optimizer not in self.optimizers:
             kind = type(optimizer).__name__
             same = sum(each.name.split(" ")[0] == kind for each in self.optimizers.values())

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from halfstep.core.audit.record import Call
 from halfstep.torch.instruments.collect.graphs import graphs_compiled
 from halfstep.torch.instruments.collect.log import TrackedOptimizer, TrainingLog
-from halfstep.torch.instruments.collect.models import params_of, unwrapped, version_of
+from halfstep.torch.instruments.collect.models import params_of, unwrap, version_of
 from halfstep.torch.instruments.collect.patches import Around, Patches, is_watched
 from halfstep.torch.instruments.collect.tensors import format_name, local
 
@@ -46,7 +46,7 @@ def probe_of(params: Iterable[Tensor]) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def divided_by(probe: tuple[Tensor, Tensor] | None) -> Any:
+def applied_divisor(probe: tuple[Tensor, Tensor] | None) -> Any:
     """Returns what a gradient was divided by since it was probed; 1.0 if that cannot be known."""
     if probe is None or probe[0].grad is None:
         return 1.0
@@ -112,7 +112,7 @@ class LoopHooks:
     def _record_clip(self, tracked: TrackedOptimizer) -> Call:
         call = self.log.add_call("clip", tracked.name, numbers={"scaled": float(tracked.scaled)})
         if tracked.scaled:
-            tracked.ratio = tracked.ratio * divided_by(tracked.probe)
+            tracked.ratio = tracked.ratio * applied_divisor(tracked.probe)
             self.log.add_number(call, "divided", tracked.ratio)
         return call
 
@@ -134,7 +134,7 @@ class LoopHooks:
             call.numbers["region"] = float(log.regions)
         if tracked.scaled and not log.scaler_steps:
             call.numbers["scaled"] = 1.0
-            log.add_number(call, "divided", tracked.ratio * divided_by(tracked.probe))
+            log.add_number(call, "divided", tracked.ratio * applied_divisor(tracked.probe))
         self._find_nonfinite(call, optimizer)
         self.stepping.append((optimizer, call))
         log.library_depth += 1
@@ -263,7 +263,7 @@ class ScalerHooks:
     def step(self, original: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Logs a skipped update if the scaler does not step the optimizer."""
         log = self.log
-        inner = unwrapped(optimizer)
+        inner = unwrap(optimizer)
         tracked = log.track(inner)
         log.check_end(tracked)
         before = tracked.steps

@@ -25,9 +25,9 @@ def models_of(params: Iterable[Tensor]) -> dict[str, nn.Module]:
     chosen: list[nn.Module] = []
     for _, _, its, module in sorted(holders, key=lambda holder: holder[:2], reverse=True):
         if its & missing:
-            chosen.append(_unwrapped(module))
+            chosen.append(_unwrap_module(module))
             missing -= its
-    return _named(chosen)
+    return _name_models(chosen)
 
 
 def copied_model(params: Sequence[Tensor]) -> nn.Module | None:
@@ -38,7 +38,7 @@ def copied_model(params: Sequence[Tensor]) -> nn.Module | None:
         for each in _modules()
         if [p.shape for p in each.parameters() if p.requires_grad] == shapes
     ]
-    return _unwrapped(max(found, key=lambda pair: pair[0])[1]) if found else None
+    return _unwrap_module(max(found, key=lambda pair: pair[0])[1]) if found else None
 
 
 def _modules() -> list[nn.Module]:
@@ -52,13 +52,13 @@ def _modules() -> list[nn.Module]:
     return [each for each in gc.get_objects() if type(each) in kinds]
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
+def _unwrap_module(module: nn.Module) -> nn.Module:
     while [name for name, _ in module.named_children()] in WRAPPERS:
         module = next(module.children())
     return module
 
 
-def _named(models: list[nn.Module]) -> dict[str, nn.Module]:
+def _name_models(models: list[nn.Module]) -> dict[str, nn.Module]:
     if len(models) == 1:
         return {"": models[0]}
     names: dict[str, nn.Module] = {}
@@ -78,7 +78,7 @@ def full_name(model: str, name: str) -> str:
     return f"{model}.{name}" if model else name
 
 
-def unwrapped(optimizer: Any) -> Optimizer:
+def unwrap(optimizer: Any) -> Optimizer:
     """Returns the optimizer inside a wrapper, such as Accelerate's."""
     while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = optimizer.optimizer

@@ -20,7 +20,7 @@ class Patches:
     def wrap(self, owner: Any, name: str, around: Around, *, traced: bool = True, outermost: bool = False) -> None:
         """Replaces a function by one that calls `around(original, *args, **kwargs)`.
 
-        Where dynamo traces the call, it meets the original: compiled code stays as it is. With `traced=False`
+        Where dynamo traces the call, it meets the original: compiled code is unchanged. With `traced=False`
         it never traces the call. With `outermost`, calls inside a call of the same `around` go to the original: a
         method of a subclass calls the one it overrides.
         """

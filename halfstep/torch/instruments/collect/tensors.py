@@ -58,7 +58,7 @@ def is_split(parameter: Tensor) -> bool:
     return parameter.dtype == torch.bfloat16 and hasattr(parameter, _SPLIT)
 
 
-def stored(parameter: Tensor) -> Tensor:
+def stored_values(parameter: Tensor) -> Tensor:
     """Returns the values that an optimizer adds to; of a split master the bits of its fp32 values, as integers."""
     values: Tensor = _detach(parameter)
     if not is_split(parameter):

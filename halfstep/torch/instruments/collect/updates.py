@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep.core.audit.record import UpdateCounts
 from halfstep.core.audit.updates import FORMULAS, Seen, count_each, count_each_unknown
-from halfstep.torch.instruments.collect.tensors import belongs_to_halfstep, is_split, local, stored
+from halfstep.torch.instruments.collect.tensors import belongs_to_halfstep, is_split, local, stored_values
 
 LIMIT = 2048
 _NARROW = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -68,7 +68,7 @@ class UpdateWatch:
             for p in group["params"]:
                 if p.grad is None or not p.is_floating_point() or p.grad.is_sparse or not local(p).numel():
                     continue
-                values = self._part(stored(p), copy=True)
+                values = self._part(stored_values(p), copy=True)
                 if p not in self._watched:
                     self._watched[p] = _Watched(values)
                 gradient = self._part(p.grad)
@@ -92,7 +92,11 @@ class UpdateWatch:
         for each in pending:
             state = self._state(optimizer.state.get(each.parameter, {}), each.parameter)
             parts.append(
-                {"weight": each.before, "after": self._part(stored(each.parameter)), "gradient": each.gradient}
+                {
+                    "weight": each.before,
+                    "after": self._part(stored_values(each.parameter)),
+                    "gradient": each.gradient,
+                }
                 | {f"state.{key}": value for key, value in state.items()}
                 | {f"earlier.{key}": value for key, value in each.earlier.items()}
             )
@@ -119,7 +123,7 @@ class UpdateWatch:
         watched = self._watched.get(parameter)
         if watched is None:
             return None
-        moved = bool((self._part(stored(parameter)) != watched.first).any())
+        moved = bool((self._part(stored_values(parameter)) != watched.first).any())
         gradient = watched.counts.gradient
         if watched.gradient is not None:
             gradient = int(bool(watched.gradient != 0))

@@ -14,7 +14,7 @@ from halfstep.core.errors import StateError
 from halfstep.torch.instruments.collect.tensors import belongs_to_halfstep, format_name, is_split
 from halfstep.torch.instruments.collect.updates import UpdateWatch
 
-# What optimizers of others call it, in their settings or state: torchao, optimi, pytorch_optimizer.
+# What third-party optimizers call it in their settings or state: torchao, optimi, pytorch_optimizer.
 _SMALL_UPDATES = re.compile(r"stochastic|kahan|(^|_)comp(ensation)?($|_)")
 
 

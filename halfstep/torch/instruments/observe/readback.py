@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-def wide(device: torch.device) -> torch.dtype:
+def sum_dtype(device: torch.device) -> torch.dtype:
     """Returns the dtype of sums: fp64 where the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
 

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from halfstep.core.formats import Format
 from halfstep.core.observed import AMAX, COLUMNS, COUNT, OVERFLOW, ROLES, SUBNORMAL, UNDERFLOW, LayerInfo, limits
 from halfstep.core.roles import is_narrow
-from halfstep.torch.instruments.observe.readback import Unread, wide
+from halfstep.torch.instruments.observe.readback import Unread, sum_dtype
 from halfstep.torch.loss.plain import evenly_spaced
 from halfstep.torch.numerics.lowering import bypass_mode
 from halfstep.torch.numerics.provenance import transforming
@@ -118,7 +118,7 @@ class LayerWatch:
         self._is_scaled = any(is_narrow(info.format(role)) for info in self.layers for role in ROLES)
         limits = [_constants([info.format(role) for role in ROLES]) for info in self.layers]
         self._limits = torch.stack(limits).to(device)
-        self.numbers = torch.zeros(len(layers), len(ROLES), len(_RAW), device=device, dtype=wide(device))
+        self.numbers = torch.zeros(len(layers), len(ROLES), len(_RAW), device=device, dtype=sum_dtype(device))
 
     def remove(self) -> None:
         """Stops watching the model."""

@@ -18,7 +18,7 @@ from halfstep.core.observed import Observation, limits
 from halfstep.core.roles import Operand
 from halfstep.core.stats.tensors import FIRST_EXPONENT, NUM_EXPONENTS, TensorStats
 from halfstep.core.stats.what_if import BLOCK, SPECS, SignalLost, spec_of
-from halfstep.torch.instruments.observe.readback import wide
+from halfstep.torch.instruments.observe.readback import sum_dtype
 from halfstep.torch.loss.plain import evenly_spaced
 from halfstep.torch.numerics.cast import amax_of, quantize, quantize_scaled, to_native
 from halfstep.torch.numerics.dtypes import DTYPES
@@ -93,7 +93,7 @@ def _lost(count: int, overflow: float, underflow: float, signal: float, noise: f
     return SignalLost(count, int(overflow), int(underflow), signal, noise)
 
 
-def requantized(x: Tensor, amax: Tensor, spec: str) -> Tensor:
+def requantize(x: Tensor, amax: Tensor, spec: str) -> Tensor:
     """Returns stacked matrices (parts, rows, features) in fp32, after a cast to the format of a spec and back."""
     format, scaled = spec_of(spec)
     if scaled == "no":
@@ -112,12 +112,12 @@ def requantized(x: Tensor, amax: Tensor, spec: str) -> Tensor:
 def signal_lost(x: Tensor, amax: Tensor, spec: str) -> Tensor:
     """Returns overflow, underflow, signal and noise of each of stacked matrices, (parts, 4)."""
     format, scaled = spec_of(spec)
-    y, finite = requantized(x, amax, spec), x.isfinite()
+    y, finite = requantize(x, amax, spec), x.isfinite()
     kept = finite & y.isfinite()
     beyond = finite & ~kept
     if scaled == "no":
         beyond = finite & (x.abs() >= limits(format).overflow)
-    exact = torch.where(kept, x, 0.0).to(wide(x.device))
+    exact = torch.where(kept, x, 0.0).to(sum_dtype(x.device))
     error = exact - torch.where(kept, y, 0.0).to(exact.dtype)
     sums = (beyond, (y == 0) & (x != 0), exact.square(), error.square())
     return torch.stack([s.flatten(1).sum(1, dtype=exact.dtype) for s in sums], -1)
@@ -128,7 +128,7 @@ def _basics(x: Tensor, amax: Tensor, formats: Sequence[Format]) -> Tensor:
     constants = torch.tensor([limits(fmt) for fmt in formats]).to(x.device, non_blocking=True)
     over, under, subnormal = constants.reshape(-1, 1, 1, 3).unbind(-1)
     finite, magnitude, nonzero = x.isfinite(), x.abs(), x != 0
-    exact = torch.where(finite, x, 0.0).to(wide(x.device))
+    exact = torch.where(finite, x, 0.0).to(sum_dtype(x.device))
     largest = torch.where(amax < torch.inf, amax.to(exact.dtype), exact.abs().flatten(1).amax(1))
     smallest = torch.where(finite & nonzero, magnitude, torch.inf).flatten(1).amin(1).to(exact.dtype)
     square, at_most = exact.square(), magnitude <= under

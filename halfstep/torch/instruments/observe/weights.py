@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from halfstep.torch.instruments.observe.readback import Unread, wide
+from halfstep.torch.instruments.observe.readback import Unread, sum_dtype
 from halfstep.torch.loss.plain import evenly_spaced
 from halfstep.torch.numerics.cast import join
 from halfstep.torch.numerics.shards import local
@@ -38,7 +38,7 @@ class WeightNumbers:
     def before(self, grads: Grads, factor: Tensor | float) -> None:
         """Copies weights and gradients; `factor` unscales gradients."""
         self._owners = [(at, p) for at, p in self._owners if id(p) in grads and not grads[id(p)].is_sparse]
-        self._weights = self._parts(stored(p, self._size) for _, p in self._owners)
+        self._weights = self._parts(stored_values(p, self._size) for _, p in self._owners)
         self._grads = self._parts(evenly_spaced(local(grads[id(p)]), self._size) for _, p in self._owners) * factor
 
     @torch.no_grad()
@@ -46,12 +46,12 @@ class WeightNumbers:
         """Compares the weights with those before the step, and launches a copy of the numbers to the host."""
         if not self._owners:
             return
-        parts = [stored(p, self._size) for _, p in self._owners]
+        parts = [stored_values(p, self._size) for _, p in self._owners]
         weights = self._parts(parts)
         pairs = zip(self._owners, self._grads.split([p.numel() for p in parts]), strict=True)
         intended = torch.cat([self._intended(p, grad) for (_, p), grad in pairs])
         lost = intended & (weights == self._weights)
-        exact = [v.to(wide(weights.device)) for v in (self._weights, self._grads, weights)]
+        exact = [v.to(sum_dtype(weights.device)) for v in (self._weights, self._grads, weights)]
         squares = [exact[0].square(), exact[1].square(), (exact[2] - exact[0]).square()]
         table = torch.stack([*squares, intended.to(exact[0]), lost.to(exact[0])], -1)
         # Two short lists are copied without blocking: a long or blocking copy would wait for the step.
@@ -75,7 +75,7 @@ class WeightNumbers:
         rate = optimizer.rate_of(group) if isinstance(optimizer, Optimizer) else group.get("lr", 1.0)
         intended = moved != 0
         if group.get("weight_decay", 0.0):
-            intended = intended | (stored(parameter, self._size).reshape(-1) != 0)
+            intended = intended | (stored_values(parameter, self._size).reshape(-1) != 0)
         return intended & (rate != 0)
 
     def read(self) -> NDArray[np.floating[Any]]:
@@ -85,7 +85,7 @@ class WeightNumbers:
         return self._unread.read()
 
 
-def stored(parameter: Tensor, size: int) -> Tensor:
+def stored_values(parameter: Tensor, size: int) -> Tensor:
     """Returns at most about `size` of the elements that the optimizer steps; of a split master, joined."""
     values = evenly_spaced(local(values_of(parameter)), size)
     if not is_split(parameter):

@@ -33,7 +33,7 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
-from halfstep.torch.instruments.planning.tracker import Tracker, Work, memory_inside, rounded, works_of
+from halfstep.torch.instruments.planning.tracker import Tracker, Work, memory_inside, round_up, works_of
 
 # inductor's realize_reads_threshold, realize_acc_reads_threshold and realize_opcount_threshold
 READS, ALL_READS, OPERATIONS = 4, 8, 30
@@ -157,7 +157,7 @@ class Kernels:
         if isinstance(node.meta.get("val"), (tuple, list)):
             self.reads[node] = sources
             self.several.append(node)
-        elif is_called(node) or _reduces(node) or returned or self._is_realized(node, sources):
+        elif is_called(node) or _is_reduction(node) or returned or self._is_realized(node, sources):
             self.sources[node] = sources
             self.buffers.append(node)
             self.reads[node] = frozenset([node])
@@ -165,7 +165,7 @@ class Kernels:
         else:
             self.reads[node] = sources
             if len(sources) > ALL_READS or self.operations[node] > OPERATIONS:
-                self.cuts[node] |= {rounded(nbytes_of(node))}
+                self.cuts[node] |= {round_up(nbytes_of(node))}
                 del self.operations[node]
 
     def _is_realized(self, node: fx.Node, sources: frozenset[fx.Node]) -> bool:
@@ -183,7 +183,7 @@ def _play(kernels: Kernels, tracker: Tracker, *inputs: Any) -> Any:
 
     1.  Buffers are allocated in order, each after what its kernel may write over has been freed.
     2.  The work of kernels that are called is added, then that of each fused kernel.
-    3.  Results are freed here and made anew as tensors, which own the memory from then on.
+    3.  Results are freed here and made again as tensors, which own the memory from then on.
     """
     trace, ledger = tracker.trace, tracker.trace.ledger
     keys = dict(zip(kernels.inputs, map(partial(_freed_with, tracker), kernels.inputs, inputs), strict=True))
@@ -192,8 +192,8 @@ def _play(kernels: Kernels, tracker: Tracker, *inputs: Any) -> Any:
         dying = [node for node in kernels.ends.get(place, ()) if node in live]
         size, maker = nbytes_of(buffer), _maker(buffer)
         if not is_called(maker):
-            same = [node for node in dying if ledger.allocations[live[node]].nbytes == rounded(size)]
-            same = [] if rounded(size) in kernels.cuts[maker] else same
+            same = [node for node in dying if ledger.allocations[live[node]].nbytes == round_up(size)]
+            same = [] if round_up(size) in kernels.cuts[maker] else same
             for node in same[:1]:
                 tracker.drop(live.pop(node))
         live[buffer] = ledger.allocate(size, trace.phase, _shape(buffer))
@@ -205,7 +205,7 @@ def _play(kernels: Kernels, tracker: Tracker, *inputs: Any) -> Any:
     made = [*(buffer for buffer in kernels.buffers if buffer.target is not operator.getitem), *kernels.several]
     for node in filter(is_called, made):
         trace.work += _works(kernels, node, trace.phase)
-    for group in _fused([node for node in made if not is_called(node)], kernels):
+    for group in _group_fused([node for node in made if not is_called(node)], kernels):
         read = frozenset().union(*(_read_by(kernels, node) for node in group)).difference(group)
         moved = sum(map(nbytes_of, read)) + sum(map(nbytes_of, group))
         moved = int(CASTS * moved) if any(map(kernels.casts, group)) else moved
@@ -216,7 +216,7 @@ def _play(kernels: Kernels, tracker: Tracker, *inputs: Any) -> Any:
     return _results(kernels, tracker, inputs)
 
 
-def _fused(nodes: Sequence[fx.Node], kernels: Kernels) -> list[list[fx.Node]]:
+def _group_fused(nodes: Sequence[fx.Node], kernels: Kernels) -> list[list[fx.Node]]:
     """Returns groups of results that inductor makes in one kernel: equal loops that share a buffer."""
     with_another = {node: node for node in nodes}
 
@@ -227,7 +227,7 @@ def _fused(nodes: Sequence[fx.Node], kernels: Kernels) -> list[list[fx.Node]]:
 
     readers: dict[Any, fx.Node] = {}
     for node in nodes:
-        loops = (kernels.levels[node], is_barrier(node), _looped(node))
+        loops = (kernels.levels[node], is_barrier(node), _loop_length(node))
         for buffer in (node, *_read_by(kernels, node)):
             with_another[first(node)] = first(readers.setdefault((loops, buffer), node))
     groups: dict[fx.Node, list[fx.Node]] = {}
@@ -236,9 +236,9 @@ def _fused(nodes: Sequence[fx.Node], kernels: Kernels) -> list[list[fx.Node]]:
     return list(groups.values())
 
 
-def _looped(node: fx.Node) -> int:
+def _loop_length(node: fx.Node) -> int:
     """Returns the length of a kernel's loop: the elements of its result, or those that it reduces."""
-    return math.prod(_shape(node.all_input_nodes[0] if _reduces(node) else node))
+    return math.prod(_shape(node.all_input_nodes[0] if _is_reduction(node) else node))
 
 
 def _read_by(kernels: Kernels, node: fx.Node) -> frozenset[fx.Node]:
@@ -317,7 +317,7 @@ def is_called(node: fx.Node) -> bool:
 
 def is_barrier(node: fx.Node) -> bool:
     """Whether a kernel cannot continue with the result: a sum over other numbers than those of a row."""
-    if not _reduces(node):
+    if not _is_reduction(node):
         return False
     given = node.all_input_nodes[0].meta["val"]
     dims: Any = node.args[1] if len(node.args) > 1 else None
@@ -326,7 +326,7 @@ def is_barrier(node: fx.Node) -> bool:
     return any(dim % max(1, given.ndim) != given.ndim - 1 for dim in dims)
 
 
-def _reduces(node: fx.Node) -> bool:
+def _is_reduction(node: fx.Node) -> bool:
     return node.op == "call_function" and _name(node) in _REDUCTIONS
 
 
@@ -337,7 +337,7 @@ def _is_base(node: fx.Node, user: fx.Node) -> bool:
 
 def _root(node: fx.Node) -> fx.Node:
     while node.op == "call_function":
-        written = _written(node)
+        written = _written_base(node)
         if written is not None:
             node = written
             continue
@@ -348,7 +348,7 @@ def _root(node: fx.Node) -> fx.Node:
     return node
 
 
-def _written(node: fx.Node) -> fx.Node | None:
+def _written_base(node: fx.Node) -> fx.Node | None:
     """Returns the tensor that a node is a written version of: inductor lets operations write in place."""
     if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
         return None

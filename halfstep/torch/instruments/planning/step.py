@@ -25,7 +25,7 @@ from halfstep.core.rules import Rule
 from halfstep.torch.convert.apply import apply
 from halfstep.torch.instruments.planning.compiled import backend
 from halfstep.torch.instruments.planning.stand_in import stand_in
-from halfstep.torch.instruments.planning.tracker import MIB, Allocation, Ledger, Trace, Tracker, Work, rounded
+from halfstep.torch.instruments.planning.tracker import MIB, Allocation, Ledger, Trace, Tracker, Work, round_up
 from halfstep.torch.model import Decoder
 from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.optim.optimizers import build_optimizers
@@ -105,7 +105,7 @@ class Traced:
         """Returns the ledger of micro-batches of another size, to which activations are proportional."""
         factor = batch / self.batch
         scaled = {
-            key: a._replace(nbytes=rounded(int(a.nbytes * factor)))
+            key: a._replace(nbytes=round_up(int(a.nbytes * factor)))
             if a.phase in ("forward", "backward") and a.shape not in self.shapes and a.nbytes > 512 * self.batch
             and key not in self.roles
             else a

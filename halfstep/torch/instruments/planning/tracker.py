@@ -39,7 +39,7 @@ class Allocation(NamedTuple):
     shape: tuple[int, ...]
 
 
-def rounded(nbytes: int) -> int:
+def round_up(nbytes: int) -> int:
     """Returns the size that the allocator accounts for a request of `nbytes`."""
     return -(-nbytes // ROUND) * ROUND
 
@@ -54,7 +54,7 @@ class Ledger:
     def allocate(self, nbytes: int, phase: str, shape: tuple[int, ...] = ()) -> int:
         """Notes an allocation; returns its key."""
         key = len(self.allocations) + 1
-        self.allocations[key] = Allocation(rounded(nbytes), phase, shape)
+        self.allocations[key] = Allocation(round_up(nbytes), phase, shape)
         self.events.append(key)
         return key
 
@@ -328,7 +328,7 @@ def works_of(
         return [_large(function, name, [*given, *made], args, kwargs, nbytes, phase)]
     if "attention" in name:
         # Kernels skip what a causal mask hides; as if it did not, in config/model.py and torch's counter, which
-        # in torch 2.11 takes no grouped heads. The backward pass multiplies five times, the scores anew.
+        # in torch 2.11 takes no grouped heads. The backward pass multiplies five times, the scores again.
         first, products, backward = (1, 5, "backward") if "backward" in name else (0, 2, "forward")
         queries, keys = args[first], args[first + 1]
         dtype = _format(queries.dtype)  # others, such as sums of rows, are fp32

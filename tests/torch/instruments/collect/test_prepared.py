@@ -11,7 +11,7 @@ from torch import nn
 import halfstep.torch.instruments.collect as collect
 from halfstep.torch import prepare
 from halfstep.torch.instruments.collect.formats import switches
-from halfstep.torch.instruments.collect.tensors import format_name, is_split, stored
+from halfstep.torch.instruments.collect.tensors import format_name, is_split, stored_values
 from halfstep.torch.instruments.collect.updates import formula_of
 from halfstep.torch.instruments.collect.weights import weights_of
 from halfstep.torch.numerics.cast import join
@@ -52,7 +52,7 @@ def test_masters_are_recognized(policy, split):
     assert is_split(model.weight) is split
     if split:
         whole = join(model.weight.detach(), getattr(model.weight, SPLIT).remainder)
-        assert torch.equal(stored(model.weight).view(torch.float32), whole)
+        assert torch.equal(stored_values(model.weight).view(torch.float32), whole)
     (weight, _) = weights_of(model, run.optimizers)
     assert (weight.master, weight.stepped) == ("fp32" if split else None, "fp32")
 

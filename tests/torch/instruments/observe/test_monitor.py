@@ -17,7 +17,7 @@ from halfstep.core.stats.tensors import TensorStats
 from halfstep.core.stats.what_if import SPECS, signal_lost, spec_of
 from halfstep.torch import prepare
 from halfstep.torch.instruments.observe.layers import watched_layers
-from halfstep.torch.instruments.observe.sums import observations, part_of, requantized
+from halfstep.torch.instruments.observe.sums import observations, part_of, requantize
 from halfstep.torch.layers import CastedLinear
 from halfstep.torch.numerics.cast import quantize, quantize_scaled
 from tests.refusals import refuses
@@ -330,7 +330,7 @@ def test_what_if_is_what_quantize_gives(spec):
     torch.manual_seed(0)
     x = torch.randn(3, 5, 40) * torch.logspace(-8, 6, 40) ** 2
     amax = x.abs().flatten(1).amax(1)
-    for each, seen, back in zip(x, observe(x), requantized(x, amax, spec), strict=True):
+    for each, seen, back in zip(x, observe(x), requantize(x, amax, spec), strict=True):
         fmt, scaled = spec_of(spec)
         if scaled == "no":
             expected = quantize(each, fmt, overflow="saturate")

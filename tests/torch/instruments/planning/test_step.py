@@ -17,7 +17,7 @@ from halfstep.torch.fp8 import linear as fp8
 from halfstep.torch.instruments.planning.compiled import backend
 from halfstep.torch.instruments.planning.step import trace_factory, trace_recipe
 from halfstep.torch.instruments.planning.timing import time_work
-from halfstep.torch.instruments.planning.tracker import ROUND, Trace, Tracker, rounded
+from halfstep.torch.instruments.planning.tracker import ROUND, Trace, Tracker, round_up
 from halfstep.torch.numerics import cast
 
 H200, A100 = Device("nvidia", "H200", capability=(9, 0)), Device("nvidia", "A100", capability=(8, 0))
@@ -64,7 +64,7 @@ def test_the_roles_of_a_recipe_add_up():
     traced, config = trace(*settings, policy="bf16-mixed,param=fp32:split"), load("tiny", [*SMALL, *settings])
     found, numbers = traced.ledger.by_role(traced.role), config.model.num_parameters
     sizes = [math.prod(parameter.shape) for parameter in traced.parameters]
-    assert found["moments"] == sum(2 * rounded(4 * size) + ROUND for size in sizes)  # and a count of steps each
+    assert found["moments"] == sum(2 * round_up(4 * size) + ROUND for size in sizes)  # and a count of steps each
     assert found["weights"] + found["masters"] >= 4 * numbers
     assert found["logits"] >= 32 * 64 * 512 * 2
     flops = sum(work.flops for work in traced.work)
@@ -89,7 +89,7 @@ def test_activations_grow_with_the_batch_and_nothing_else_does():
     # What is not scaled: the batches, and what may be no activation because it is small.
     at_peak = [four.ledger.allocations[key] for key in four.ledger.at_peak()]
     small = [a.nbytes for a in at_peak if a.phase in ("forward", "backward") and a.nbytes <= ROUND * 4]
-    assert 0 <= peak(eight) - sum(scaled.values()) <= sum(small) + rounded(2 * 4 * 65 * 8)
+    assert 0 <= peak(eight) - sum(scaled.values()) <= sum(small) + round_up(2 * 4 * 65 * 8)
 
 
 @pytest.mark.prove
@@ -118,7 +118,7 @@ def test_a_gelu_in_the_matmuls_keeps_no_more_and_multiplies_the_same(memory):
 @pytest.mark.prove
 def test_compiled_code_writes_the_gradient_of_the_logits_over_them():
     traced = trace(*WIDE, "training.compile=true")
-    logits = rounded(4 * 64 * 4096 * 2)
+    logits = round_up(4 * 64 * 4096 * 2)
     assert traced.ledger.by_role(traced.role)["logits"] == logits
     loss = [w for w in traced.work if w.format.startswith("cross_entropy_ ")]
     assert {(w.shape, w.phase) for w in loss} == {((4 * 64, 4096), "forward")}
