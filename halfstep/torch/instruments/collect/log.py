@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.core.audit.record import Buffer, Call, CheckpointFacts, Record, Sync, Weight
+from halfstep.core.audit.record import Call, CheckpointFacts, Record, Sync, Weight
 from halfstep.torch.instruments.collect.formats import Formats
 from halfstep.torch.instruments.collect.graphs import graphs_compiled
 from halfstep.torch.instruments.collect.models import (
@@ -103,7 +103,6 @@ class TrainingLog:
         self._later: list[tuple[Tensor, Callable[[Tensor], None]]] = []
         self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: set[Optimizer] = set()  # kept for the record; one that never stepped may be dropped
-        self._sampling: set[Optimizer] = set()
         self._spent, self._began = 0.0, 0.0
 
     @property
@@ -203,7 +202,6 @@ class TrainingLog:
         elapsed = time.perf_counter() - self._began
         if tracked.steps < FIRST or self._spent <= self.share * elapsed:
             self.find_models()
-            self._sampling.add(optimizer)
             with self._timed():
                 self.lost_updates.before(optimizer)
 
@@ -214,12 +212,9 @@ class TrainingLog:
         tracked.restart()
         tracked.version = version_of(optimizer)
         self._stepped.add(optimizer)
-        if optimizer in self._sampling:
-            self._sampling.discard(optimizer)
-            with self._timed():
-                self.lost_updates.after(optimizer)
-                if self.formats is not None:
-                    self.formats.after_step(bool(skipped))
+        with self._timed():
+            if self.lost_updates.after(optimizer) and self.formats is not None:
+                self.formats.after_step(bool(skipped))
         if tracked.steps == self.updates:
             self.on_update(tracked.steps)
 
@@ -242,15 +237,18 @@ class TrainingLog:
             record = Record(source="script", rank=self.rank, updates=self.updates, calls=list(self.calls))
             record.switches = self._switches()
             record.weights = list(self._weights())
-            record.buffers = list(self._buffers())
-            losses = [float(loss) for loss in self.losses]
-            record.losses = [loss if math.isfinite(loss) else None for loss in losses]
+            record.buffers = [
+                replace(buffer, name=full_name(name, buffer.name))
+                for name, model in self.models.items()
+                for buffer in buffers_of(model)
+            ]
+            record.losses = [_finite_or_none(loss) for loss in self.losses]
             record.syncs = self._syncs()
             record.checkpoints = self._saves()
             if self.trainer is not None:
                 record.switches["nan_filter"] = bool(self.trainer.args.logging_nan_inf_filter)
-                logged = [entry["loss"] for entry in self.trainer.state.log_history if "loss" in entry]
-                record.logged = [value if math.isfinite(value) else None for value in map(float, logged)]
+                entries = self.trainer.state.log_history
+                record.logged = [_finite_or_none(entry["loss"]) for entry in entries if "loss" in entry]
             if self.formats is not None:
                 self.formats.fill(record)
             record.unseen += [*self.unseen, *self._unseen()]
@@ -277,12 +275,6 @@ class TrainingLog:
                 place=its.place,
                 updates=self.lost_updates.counts(p),
             )
-
-    def _buffers(self) -> Iterable[Buffer]:
-        for name, model in self.models.items():
-            for buffer in buffers_of(model):
-                buffer.name = full_name(name, buffer.name)
-                yield buffer
 
     def _saves(self) -> list[CheckpointFacts]:
         """Returns the last save with an optimizer's state; a library may save the scaler in a separate file."""
@@ -320,6 +312,11 @@ class TrainingLog:
         for name in sorted(foreign):
             unseen.append(f"how {name} computes its updates: it is not an optimizer of torch")
         return unseen
+
+
+def _finite_or_none(value: Any) -> float | None:
+    number = float(value)
+    return number if math.isfinite(number) else None
 
 
 def rank_of_process() -> int:

@@ -82,11 +82,14 @@ class UpdateWatch:
         self._note_wide(wide)
 
     @torch.no_grad()
-    def after(self, optimizer: torch.optim.Optimizer) -> None:
-        """Counts what the step has changed."""
-        pending = self._pending.pop(id(optimizer), [])
-        if not pending:
-            return
+    def after(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Counts what the step has changed; returns whether `before` had seen it coming."""
+        pending = self._pending.pop(id(optimizer), None)
+        if pending:
+            self._count(optimizer, pending)
+        return pending is not None
+
+    def _count(self, optimizer: torch.optim.Optimizer, pending: list[_Pending]) -> None:
         scalars = [_scalar(optimizer, "found_inf", 0.0), _scalar(optimizer, "grad_scale", 1.0)]
         parts: list[dict[str, Tensor]] = []
         for each in pending:
