@@ -23,12 +23,12 @@ from halfstep.config.run import MOST_SLICE
 from halfstep.core.errors import ArgumentError
 from halfstep.core.observed import LayerInfo, LayerNumbers, Observation, Sample, format_table, name_numbers
 from halfstep.torch.instruments.observe.layers import spec_of_role, watched_layers
-from halfstep.torch.instruments.observe.readback import Unread
 from halfstep.torch.instruments.observe.slots import LayerWatch, first_tensor
 from halfstep.torch.instruments.observe.sums import Part, observations, part_of
 from halfstep.torch.instruments.observe.weights import WeightNumbers, stored_values
 from halfstep.torch.instruments.replay import extra_pass_of_run
 from halfstep.torch.optim.adamw import Grads
+from halfstep.torch.update.readback import Unread
 
 NEVER = 2**62  # updates between two copies, if the caller makes them
 

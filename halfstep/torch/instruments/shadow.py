@@ -23,6 +23,7 @@ from halfstep.core.errors import ReplayError
 from halfstep.core.formats import FP32
 from halfstep.core.precision import Precision
 from halfstep.torch.instruments.noise import PassMode, RandomNumbers
+from halfstep.torch.instruments.observe.sums import sum_dtype
 from halfstep.torch.instruments.replay import Replay, precisions_of, replay, switch_formats
 from halfstep.torch.numerics.shards import local
 
@@ -95,8 +96,7 @@ class _ShadowPasses:
 
 
 def _square(x: Tensor) -> Tensor:
-    wide = torch.float32 if x.device.type == "mps" else torch.float64
-    return torch.linalg.vector_norm(x, dtype=wide).square()
+    return torch.linalg.vector_norm(x, dtype=sum_dtype(x.device)).square()
 
 
 def _causes(suspects: list[str], leads_outside: Callable[[list[str]], bool]) -> list[str]:

@@ -8,9 +8,12 @@ of the step before is idle time. Kernels of one step that wait for the host in b
 """
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from halfstep.core.errors import warn_caller
@@ -29,6 +32,33 @@ class _Launched(NamedTuple):
 
 
 @final
+class Unread:
+    """A copy of a tensor to the host that may still be running."""
+
+    def __init__(self, numbers: Tensor, finish: Callable[[NDArray[Any]], NDArray[Any]] | None = None):
+        self._finish = finish
+        self._event: Any = None
+        if numbers.device.type == "cpu":
+            self._numbers = numbers.clone()
+            return
+        self._numbers = numbers.to("cpu", non_blocking=True)  # torch allocates it in pinned memory
+        self._event = torch.get_device_module(numbers.device).Event()
+        self._event.record()
+
+    @property
+    def ready(self) -> bool:
+        """Whether reading would not wait."""
+        return self._event is None or bool(self._event.query())
+
+    def read(self) -> NDArray[np.floating[Any]]:
+        """Returns the numbers; waits for the kernels that compute them, not for later ones."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers = self._numbers.numpy()
+        return numbers if self._finish is None else self._finish(numbers)
+
+
+@final
 class ScaleWatch:
     """Warns once when the loss scale is low and falling. It reads the scale of a past update, without waiting."""
 
@@ -41,7 +71,7 @@ class ScaleWatch:
     def forget(self) -> None:
         """Forgets the scale: another state was loaded."""
         self._updates, self._last = 0, 0.0
-        self._copy: tuple[Tensor, Any] | None = None
+        self._copy: Unread | None = None
 
     def look(self, scale: Tensor) -> None:
         """Takes the scale of the update that was launched last."""
@@ -50,13 +80,11 @@ class ScaleWatch:
         if self.device.type == "cpu":
             self._observe(float(scale))
             return
-        if self._copy is not None and self._copy[1].query():
-            self._observe(float(self._copy[0]))
+        if self._copy is not None and self._copy.ready:
+            self._observe(float(self._copy.read()))
             self._copy = None
         if self._copy is None and self._updates % EVERY == 0:
-            event = torch.get_device_module(self.device).Event()
-            self._copy = scale.to("cpu", non_blocking=True), event
-            event.record()
+            self._copy = Unread(scale)
         self._updates += 1
 
     def _observe(self, scale: float) -> None:

@@ -143,30 +143,27 @@ def test_a_step_has_its_own_device_time_and_the_idle_time_before_it(readback):
 
 def test_the_watch_of_the_scale_reads_what_is_done_and_waits_for_nothing(monkeypatch):
     """On a device: one copy at a time, every few updates, read when its event says so; then one warning."""
-    events = []
+    copies = []
 
-    class Event:
-        def __init__(self):
-            self.done = False
-            events.append(self)
+    class Copy:
+        def __init__(self, scale):
+            self.scale, self.ready = scale, False
+            copies.append(self)
 
-        def record(self):
-            pass
+        def read(self):
+            return self.scale.numpy()
 
-        def query(self):
-            return self.done
-
-    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Event=Event))
+    monkeypatch.setattr("halfstep.torch.update.readback.Unread", Copy)
     watch = ScaleWatch(DynamicScale(), torch.device("cuda"))
     scales = [torch.tensor(2.0 ** (16 - n)) for n in range(10)]
     for scale in scales[:6]:
         watch.look(scale)
-    assert len(events) == 1  # still on its way
-    events[0].done = True
+    assert len(copies) == 1  # still on its way
+    copies[0].ready = True
     for scale in scales[6:9]:
         watch.look(scale)
-    assert len(events) == 2  # of the updates 0 and 8
-    events[1].done = True
+    assert len(copies) == 2  # of the updates 0 and 8
+    copies[1].ready = True
     with pytest.warns(UserWarning, match="the loss scale is 256 and falling"):
         watch.look(scales[9])
     for law in (NoScale(), StaticScale()):

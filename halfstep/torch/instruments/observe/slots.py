@@ -40,10 +40,11 @@ from torch import Tensor, nn
 from halfstep.core.formats import Format
 from halfstep.core.observed import AMAX, COLUMNS, COUNT, OVERFLOW, ROLES, SUBNORMAL, UNDERFLOW, LayerInfo, limits
 from halfstep.core.roles import is_narrow
-from halfstep.torch.instruments.observe.readback import Unread, sum_dtype
+from halfstep.torch.instruments.observe.sums import sum_dtype
 from halfstep.torch.loss.plain import evenly_spaced
 from halfstep.torch.numerics.lowering import bypass_mode
 from halfstep.torch.numerics.provenance import transforming
+from halfstep.torch.update.readback import Unread
 
 # The columns on the device, from which `_columns` makes `COLUMNS`.
 _RAW = ("count", "amax", "overflow", "zero", "at_most_underflow", "below_subnormal", "uses", "passes")

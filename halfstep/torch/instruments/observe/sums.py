@@ -18,7 +18,6 @@ from halfstep.core.observed import Observation, limits
 from halfstep.core.roles import Operand
 from halfstep.core.stats.tensors import FIRST_EXPONENT, NUM_EXPONENTS, TensorStats
 from halfstep.core.stats.what_if import BLOCK, SPECS, SignalLost, spec_of
-from halfstep.torch.instruments.observe.readback import sum_dtype
 from halfstep.torch.loss.plain import evenly_spaced
 from halfstep.torch.numerics.cast import amax_of, quantize, quantize_scaled, to_native
 from halfstep.torch.numerics.dtypes import DTYPES
@@ -27,6 +26,11 @@ ELEMENTS = 2**15  # of a tensor that are examined
 _AT_ONCE = 2**23  # elements that are computed together, which takes some ten times their bytes
 _COUNTS = ("zeros", "nans", "infs", "overflow", "underflow", "subnormal")
 _NUMBERS = ("amax", "amin", "signal", "noise", "fourth")
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Returns the dtype of sums: fp64 where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 class Part(NamedTuple):

@@ -14,12 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from halfstep.torch.instruments.observe.readback import Unread, sum_dtype
+from halfstep.torch.instruments.observe.sums import sum_dtype
 from halfstep.torch.loss.plain import evenly_spaced
 from halfstep.torch.numerics.cast import join
 from halfstep.torch.numerics.shards import local
 from halfstep.torch.numerics.split.operand import SPLIT, is_split, values_of
 from halfstep.torch.optim.adamw import Grads, Optimizer
+from halfstep.torch.update.readback import Unread
 
 _MOMENTS = ("exp_avg", "momentum", "momentum_buffer")
 
