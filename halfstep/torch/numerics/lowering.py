@@ -149,22 +149,12 @@ def island_parameter(parameter: Tensor | None, role: str, casts: Casts) -> Any:
     """Casts a parameter of an island, or None, to the format that it computes in."""
     if parameter is None:
         return None
-    if casts.fp32_grads and not casts.emulate and parameter.dtype is torch.float32:
-        inside = getattr(casts, role)
-        return parameter if inside is torch.float32 else parameter.to(inside)
     return island(with_weight_grad_format(parameter, casts), role, casts)
 
 
 def exit_island(x: Tensor, role: str, casts: Casts) -> Tensor:
     """Casts the result of an island to the island's format first, then to compute."""
-    if casts.emulate:
-        return to_compute(island(x, role, casts), casts)
-    if torch._C._is_any_autocast_enabled():
-        raise autocast_error()
-    inside = getattr(casts, role)
-    if x.dtype is not inside:
-        x = x.to(inside)
-    return x.to(casts.compute)
+    return to_compute(island(x, role, casts), casts)
 
 
 def _round(x: Tensor, value: Format, grad: Format) -> Tensor:
@@ -183,8 +173,6 @@ class _Round(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        return (
-            route_gradient(carried(g.detach(), ctx.grad), g) if recording() else carried(g, ctx.grad),
-            None,
-            None,
-        )
+        if recording():
+            return route_gradient(carried(g.detach(), ctx.grad), g), None, None
+        return carried(g, ctx.grad), None, None

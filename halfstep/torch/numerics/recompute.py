@@ -14,8 +14,8 @@ node's own backward pass, which comes after theirs, uses the same computation an
 in the graph of this model: no setting of the process changes, and other models are compiled as before.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -55,7 +55,11 @@ class RecomputeInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, y = _compute_in_graph(ctx) if recording() else _compute_once(ctx)
+        if recording():  # of inputs that are part of the graph: gradients can be differentiated again
+            inputs = _inputs_of_node(ctx)
+            y = ctx.function(*inputs)
+        else:
+            inputs, y = _compute_once(ctx)
         ctx.computed = None
         needed = [i for i in ctx.places if ctx.needs_input_grad[1 + i]]
         wanted = [inputs[i] for i in needed]
@@ -71,12 +75,6 @@ def _inputs_of_node(ctx: Any) -> list[Any]:
     for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
         inputs[place] = tensor
     return inputs
-
-
-def _compute_in_graph(ctx: Any) -> tuple[list[Any], Tensor]:
-    """Computes the result from inputs that are part of the graph: gradients can be differentiated again."""
-    inputs = _inputs_of_node(ctx)
-    return inputs, ctx.function(*inputs)
 
 
 def _compute_once(ctx: Any) -> tuple[list[Any], Tensor]:
@@ -99,18 +97,15 @@ def drop_recomputable(*tensors: Any) -> AbstractContextManager[Any]:
         for t in tensors
         if isinstance(t, Tensor) and type(t.grad_fn) is NODE
     }
-    return _drop_nodes(nodes) if nodes else nullcontext()
+    if not nodes:
+        return nullcontext()
 
-
-@contextmanager
-def _drop_nodes(nodes: dict[int, tuple[Any, ...]]) -> Iterator[None]:
     def pack(tensor: Tensor) -> Any:
         node, *form = nodes.get(tensor.data_ptr(), (None,))
         same = form == [tensor._version, tensor.shape, tensor.stride(), tensor.dtype]
         return node if node is not None and same else tensor
 
-    with saved_tensors_hooks(pack, _unpack):
-        yield
+    return saved_tensors_hooks(pack, _unpack)
 
 
 def _unpack(kept: Any) -> Tensor:

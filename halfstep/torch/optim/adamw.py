@@ -230,22 +230,20 @@ class AdamW(Optimizer):
     def update(self, grads: Grads, found_inf: Tensor | None, scale: Tensor | None) -> None:
         """Updates every parameter that has a gradient, unless `found_inf` is 1."""
         self.start()
+        # What a group's step walks through, made once for as long as it stays the same.
+        made: dict[int, _Rows] = self.__dict__.setdefault("_rows", {})
         for index, group in enumerate(self.param_groups):
             params = [p for p in group["params"] if id(p) in grads]
-            if params:
-                self._update(group, self._rows_of(index, params), [grads[id(p)] for p in params], found_inf, scale)
+            if not params:
+                continue
+            rows = made.get(index)
+            if rows is None or not rows.same(params, self.masters, self.state):
+                rows = made[index] = _Rows(params, self.masters, self.state)
+            self._update(group, rows, [grads[id(p)] for p in params], found_inf, scale)
 
     def tables(self) -> list[Any]:
         """Returns what holds the tables of addresses."""
         return [*self.__dict__.get("_rows", {}).values()]
-
-    def _rows_of(self, index: int, params: list[Tensor]) -> "_Rows":
-        """Returns what a group's step walks through, made once for as long as it stays the same."""
-        made: dict[int, _Rows] = self.__dict__.setdefault("_rows", {})
-        rows = made.get(index)
-        if rows is None or not rows.same(params, self.masters, self.state):
-            rows = made[index] = _Rows(params, self.masters, self.state)
-        return rows
 
     def _update(
         self,

@@ -4,9 +4,9 @@ A buffer was written to if torch's version counter moved or it is another tensor
 norms, whose kernels write to running statistics without counting.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from operator import is_
+from operator import is_, methodcaller
 from typing import Any
 
 import torch
@@ -120,11 +120,8 @@ def _copy(buffer: Tensor) -> BufferCopy:
     return buffer.detach().clone(), buffer, buffer._version
 
 
-_dict_values: Callable[[Any], Any] = dict.values
-
-
 def _values(dicts: Sequence[dict[str, Any]]) -> list[Any]:
-    return list(chain.from_iterable(map(_dict_values, dicts)))
+    return list(chain.from_iterable(map(methodcaller("values"), dicts)))
 
 
 def _same(known: list[Any], now: list[Any]) -> bool:
