@@ -201,6 +201,29 @@ def results(eqn: Any, arrays: Sequence[Any], **changed: Any) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def scan_with(
+    eqn: Any, arrays: Sequence[Any], run: Callable[[list[Any], Any], tuple[list[Any], Any]], along: Any = None
+) -> tuple[list[Any], Any]:
+    """Runs a scan with another body, `run(inputs of a turn, its part of along) -> (results, more)`.
+
+    Returns the results, and what there is more of each turn, stacked.
+    """
+    first, count = parts_of_scan(eqn)
+    last, outvars = first + count, eqn.params["jaxpr"].jaxpr.outvars
+
+    def as_declared(arrays: Sequence[Any], atoms: Sequence[Any]) -> list[Any]:
+        return [jnp.asarray(x, atom.aval.dtype) for x, atom in zip(arrays, atoms, strict=True)]
+
+    def body(carry: list[Any], parts: tuple[list[Any], Any]) -> tuple[list[Any], tuple[list[Any], Any]]:
+        out, more = run([*arrays[:first], *carry, *parts[0]], parts[1])
+        out = as_declared(out, outvars)
+        return out[:count], (out[count:], more)
+
+    carry = as_declared(arrays[first:last], eqn.invars[first:last])
+    ends, (rows, more) = scan_again(eqn, body, carry, (list(arrays[last:]), along))
+    return [*ends, *rows], more
+
+
 def scan_again(eqn: Any, body: Callable[..., Any], carry: Any, along: Any) -> Any:
     """Runs another body in the loop of a scan: as many turns, in its direction."""
     return lax.scan(body, carry, along, **{name: eqn.params[name] for name in ("length", "reverse", "unroll")})

@@ -44,13 +44,11 @@ class NamedTree:
         """Returns the parameter that each leaf of an optimizer's state is a moment of, by its path and shape."""
         return [name for _, name, _ in self._mirrors(opt_state)]
 
-    def map_moments(
-        self, convert: Callable[[str, Any], Any], opt_state: Any, others: Callable[[Any], Any] = lambda x: x
-    ) -> Any:
-        """Returns an optimizer's state with `convert(parameter, moment)` for moments, `others(x)` for the rest."""
+    def map_moments(self, convert: Callable[[str, Any], Any], opt_state: Any) -> Any:
+        """Returns an optimizer's state with `convert(parameter, moment)` for each moment."""
         flat, treedef = jax.tree.flatten(opt_state)
         pairs = zip(self.moments_of(opt_state), flat, strict=True)
-        return jax.tree.unflatten(treedef, [others(x) if n is None else convert(n, x) for n, x in pairs])
+        return jax.tree.unflatten(treedef, [x if name is None else convert(name, x) for name, x in pairs])
 
     def groups_of(self, opt_state: Any) -> dict[str, dict[str, Any]]:
         """Returns the parts of an optimizer's state that mirror parameters: {part: {parameter: array}}."""

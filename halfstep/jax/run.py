@@ -44,7 +44,7 @@ from halfstep.jax.measure import Product, time_product_once
 from halfstep.jax.optim.masters import hold, narrow_moments, widen_masters
 from halfstep.jax.parallel import check_mesh, check_placed, map_devices, place_rows, replicated, sum_over_devices
 from halfstep.jax.pytree import check_transform
-from halfstep.jax.state import Origin, State, check_measured, check_state
+from halfstep.jax.state import Origin, State, check_measured, check_state, map_state
 from halfstep.jax.update.checks import (
     Progress,
     check_micro_batches,
@@ -143,7 +143,7 @@ def first_state(
         measured=measured or first_choice(policy),
     )
     traced = any(isinstance(x, jax.core.Tracer) for x in held.values())
-    return state if traced else _place_copies(state, leaves, held, mesh)
+    return state if traced else _place_copies(state, held, mesh)
 
 
 def make_step(
@@ -387,31 +387,21 @@ def _inputs(state: State) -> tuple[Applied, dict[str, Array]]:
     return applied, masters | scaling_amaxes(state.amaxes)
 
 
-def _place_copies(state: State, leaves: Leaves, held: Mapping[str, Array], mesh: Mesh | None) -> State:
+def _place_copies(state: State, held: Mapping[str, Array], mesh: Mesh | None) -> State:
     """Copies a state, moments to where their parameters are, and what belongs to none of them to every device.
 
     With a mesh, all goes to each of its devices. Copies, since a donated state must not take the caller's arrays
     with it, nor one array twice.
     """
-
-    def copied(leaf: Any, sharding: Any = None) -> Array:
-        leaf = jnp.asarray(leaf)
-        return jax.device_put(leaf, sharding or leaf.sharding, may_alias=False)
-
     if mesh is not None:  # from one device to all, `may_alias` does not keep the first from sharing
         return jax.tree.map(lambda leaf: jax.device_put(jnp.copy(leaf), replicated(mesh)), state)
     whole = next(iter(held.values())).sharding
     if isinstance(whole, NamedSharding):
         whole = NamedSharding(whole.mesh, PartitionSpec())
-    return replace(
-        state,
-        params=jax.tree.map(copied, state.params),
-        opt_state=leaves.map_moments(
-            lambda name, x: copied(x, held[name].sharding), state.opt_state, others=lambda x: copied(x, whole)
-        ),
-        scale=ScaleState(*(copied(x, whole) for x in state.scale)),
-        num_applied=copied(state.num_applied, whole),
-        amaxes={name: copied(x, whole) for name, x in state.amaxes.items()},
-        ema={name: copied(x, held[name].sharding) for name, x in state.ema.items()},
-        remainders={name: copied(x, held[name].sharding) for name, x in state.remainders.items()},
-    )
+
+    def copied(_: str, parameter: str | None, leaf: Any) -> Array:
+        leaf = jnp.asarray(leaf)
+        place = whole if parameter is None else held.get(parameter, leaf).sharding
+        return jax.device_put(leaf, place, may_alias=False)
+
+    return map_state(state, copied)

@@ -4,7 +4,7 @@ What belongs to no parameter (counts) is named after its path in the optimizer's
 step's random numbers come from the state's seed, its count and its `rng`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from halfstep.config.model import owner
 from halfstep.core import state_format
 from halfstep.core.arrays.cast import HISTORY
 from halfstep.core.audit.coverage import some
+from halfstep.core.averages import PREFIX as AVERAGE
 from halfstep.core.averages import pop_from_state, to_state
 from halfstep.core.choice import Choice
 from halfstep.core.choice.layers import NO_LAYERS, Measured, resumed
@@ -174,16 +175,37 @@ def check_measured(state: State) -> None:
         )
 
 
+def map_state(state: State, convert: Callable[[str, str | None, Any], Any]) -> State:
+    """Returns the state with `convert(name, parameter, array)` for each array, by its name in a saved state.
+
+    The parameter is that of masters, remainders, averages and moments; None for what belongs to no parameter.
+    """
+    leaves = Leaves(state.params)
+
+    def by_parameter(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: convert(f"{prefix}{name}", name, x) for name, x in arrays.items()}
+
+    return replace(
+        state,
+        params=jax.tree.unflatten(leaves.treedef, by_parameter("model.", leaves.values).values()),
+        remainders=by_parameter("remainder.", state.remainders),
+        amaxes={name: convert(f"{PREFIX}{name}", None, x) for name, x in state.amaxes.items()},
+        opt_state=jax.tree.unflatten(
+            jax.tree.structure(state.opt_state),
+            [convert(*each) for each in _named_moments(leaves, state.opt_state)],
+        ),
+        scale=ScaleState(**{part: convert(f"scale.{part}", None, x) for part, x in state.scale._asdict().items()}),
+        ema=by_parameter(AVERAGE, state.ema),
+        num_applied=convert("applied", None, state.num_applied),
+    )
+
+
 def state_dict(state: State) -> dict[str, Array]:
     """Returns every array that the next step depends on: the live ones, not copies."""
-    arrays = {f"model.{name}": _as_numbers(leaf) for name, leaf in Leaves(state.params).values.items()}
-    arrays |= {f"remainder.{name}": lo for name, lo in state.remainders.items()}
-    arrays |= {f"{PREFIX}{name}": history for name, history in state.amaxes.items()}
+    arrays: dict[str, Array] = {}
+    map_state(state, lambda name, _, leaf: arrays.setdefault(name, _as_numbers(leaf)))
     narrow = {} if state.measured is None else state.measured.narrow  # a resumed run must not measure again
-    arrays |= {f"{NARROW}{name}": jnp.asarray(flag, jnp.uint8) for name, flag in narrow.items()}
-    arrays |= {name: _as_numbers(leaf) for name, leaf in _optimizer(state).items()}
-    arrays |= {f"scale.{part}": value for part, value in state.scale._asdict().items()} | to_state(state.ema)
-    return arrays | {"applied": state.num_applied}
+    return arrays | {f"{NARROW}{name}": jnp.asarray(flag, jnp.uint8) for name, flag in narrow.items()}
 
 
 def load_state_dict(state: State, given: Mapping[str, Any]) -> State:
@@ -197,21 +219,10 @@ def load_state_dict(state: State, given: Mapping[str, Any]) -> State:
     averages = pop_from_state(given, state.ema)
     measured = _adopt_measured(state, given)
     check_same(_describe(state_dict(replace(state, ema={}, measured=measured))), _describe(given))
-    scale = saved_scale(state.policy.scale, given)
-    leaves = Leaves(state.params)
-    params = [_place_like(given[f"model.{name}"], leaf) for name, leaf in leaves.values.items()]
-    moments = [_place_like(given[name], leaf) for name, leaf in _optimizer(state).items()]
-    return replace(
-        state,
-        params=jax.tree.unflatten(leaves.treedef, params),
-        opt_state=jax.tree.unflatten(jax.tree.structure(state.opt_state), moments),
-        scale=state.scale if scale is None else ScaleState(*map(_place_like, scale, state.scale)),
-        num_applied=_place_like(given["applied"], state.num_applied),
-        ema={name: _place_like(averages[name], old) for name, old in state.ema.items()},
-        remainders={name: _place_like(given[f"remainder.{name}"], old) for name, old in state.remainders.items()},
-        amaxes={name: _place_like(given[f"{PREFIX}{name}"], old) for name, old in state.amaxes.items()},
-        measured=measured,
-    )
+    scale = saved_scale(state.policy.scale, given) or state.scale
+    given |= to_state(averages) | {f"scale.{part}": value for part, value in scale._asdict().items()}
+    following = map_state(state, lambda name, _, old: _place_like(given[name], old))
+    return replace(following, measured=measured)
 
 
 def stored(array: Any) -> Stored:
@@ -233,18 +244,16 @@ def restored(record: Stored) -> NDArray[Any]:
     return np.frombuffer(data, find_dtype(name, _DTYPES)).reshape(shape)
 
 
-def _optimizer(state: State) -> dict[str, Any]:
-    leaves = Leaves(state.params)
+def _named_moments(leaves: Leaves, opt_state: Any) -> Iterator[tuple[str, str | None, Any]]:
+    """Yields leaves of an optimizer's state: a name, the parameter it is a moment of, if any, and the array."""
     depths = {name: len(path) for path, name in zip(leaves.paths, leaves.names, strict=True)}
-    owners = leaves.moments_of(state.opt_state)
-    named = {}
-    for (path, leaf), name in zip(jax.tree_util.tree_leaves_with_path(state.opt_state), owners, strict=True):
+    owners = leaves.moments_of(opt_state)
+    for (path, leaf), name in zip(jax.tree_util.tree_leaves_with_path(opt_state), owners, strict=True):
         parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
         if name is not None:
             *where, moment = parts[: len(parts) - depths[name]] or [""]
             parts = [*where, name, moment]
-        named[".".join(["optimizer", *parts])] = leaf
-    return named
+        yield ".".join(["optimizer", *parts]), name, leaf
 
 
 def _adopt_measured(state: State, given: Mapping[str, Any]) -> Measured | None:

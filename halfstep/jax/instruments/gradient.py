@@ -247,31 +247,11 @@ def run_with_taps(
         [(inner, own)] = jaxprs.functions_of(eqn)
         run = partial(run_with_taps, inner, own, found, tap)
         if name == "scan":
-            return _scan(eqn, inner.outvars, run, slot, arrays)
+            return jaxprs.scan_with(eqn, arrays, lambda inputs, slots: (run(slots, inputs), None), slot)[0]
         return list((jaxprs.remat_again(eqn, run) if name in jaxprs.REMAT else run)(slot, arrays))
 
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arrays], strict=True))
     return jaxprs.walk(jaxpr, env, lambda atom: atom.val, equation)
-
-
-def _scan(
-    eqn: Any, outvars: Sequence[Any], run: Callable[..., list[Any]], slots: Plan, arrays: Sequence[Any]
-) -> list[Any]:
-    first, count = jaxprs.parts_of_scan(eqn)
-    last = first + count
-
-    def body(carry: list[Any], parts: tuple[list[Any], Plan]) -> tuple[list[Any], list[Any]]:
-        rows, inside = parts
-        out = _as_declared(run(inside, [*arrays[:first], *carry, *rows]), outvars)
-        return out[:count], out[count:]
-
-    carry = _as_declared(arrays[first:last], eqn.invars[first:last])
-    ends, rows = jaxprs.scan_again(eqn, body, carry, (list(arrays[last:]), slots))
-    return [*ends, *rows]
-
-
-def _as_declared(arrays: Sequence[Any], atoms: Sequence[Any]) -> list[Any]:
-    return [jnp.asarray(x, atom.aval.dtype) for x, atom in zip(arrays, atoms, strict=True)]
 
 
 # --- the gradient

@@ -5,7 +5,8 @@ result that are zero or have less than 4 bits, and would not be zero in fp32, fr
 counted in one compiled function. Of a chain of operations only the first is named: the others got bad numbers.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from halfstep.jax.instruments.collect.graph import (
     takes_weight,
 )
 from halfstep.jax.instruments.collect.operations import MOVES, format_name, operation_of
-from halfstep.jax.jaxpr import ARITHMETIC, PRODUCT, bind, bind_wide, parts_of_scan, scan_again
+from halfstep.jax.jaxpr import ARITHMETIC, PRODUCT, bind, bind_wide, scan_with
 
 _WIDENED = ARITHMETIC | PRODUCT | {"convert_element_type", "add_any"}
 _FEW_BITS = 2.0**-20  # fp16 has less than 4 bits below
@@ -35,39 +36,21 @@ _SMALLEST_NORMAL = 2.0**-14
 _OVERFLOW, _BEFORE, _UNDERFLOW, _AMAX, _COUNT = range(5)
 
 
-def evaluator(graph: Graph) -> Callable[..., tuple[list[Any], list[Any]]]:
-    """Returns a function of the graph's inputs that returns its outputs, and numbers of each narrow operation."""
-
-    def run(*arrays: Any) -> tuple[list[Any], list[Any]]:
-        env = dict(zip(graph.inputs, arrays, strict=True)) | dict(graph.consts)
-        numbers: list[Any] = []
-        for node in graph.nodes:
-            taken = [env.get(value, value.literal) for value in node.inputs]
-            if node.name == "scan":
-                out, more = _scan(node, taken)
-                numbers.append(more)
-            else:
-                out = bind(node.jaxpr, node.eqn, taken)
-                if _is_counted(node):
-                    numbers.append(_numbers(node, taken, out))
-            env.update(zip(node.outputs, out, strict=True))
-        return [env.get(value, value.literal) for value in graph.outputs], numbers
-
-    return run
-
-
-def _scan(node: Node, taken: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    first, count = parts_of_scan(node.eqn)
-    last, body = first + count, evaluator(node.bodies[0])
-
-    def turn(carry: list[Any], parts: list[Any]) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
-        out, numbers = body(*taken[:first], *carry, *parts)
-        return out[:count], (out[count:], numbers)
-
-    states = zip(taken[first:last], node.inputs[first:last], strict=True)
-    like = [jnp.asarray(x, value.dtype) for x, value in states]
-    ends, (rows, numbers) = scan_again(node.eqn, turn, like, list(taken[last:]))
-    return [*ends, *rows], numbers
+def evaluate(graph: Graph, arrays: Sequence[Any], _: None = None) -> tuple[list[Any], list[Any]]:
+    """Returns the outputs of a graph, and numbers of each narrow operation."""
+    env = dict(zip(graph.inputs, arrays, strict=True)) | dict(graph.consts)
+    numbers: list[Any] = []
+    for node in graph.nodes:
+        taken = [env.get(value, value.literal) for value in node.inputs]
+        if node.name == "scan":
+            out, more = scan_with(node.eqn, taken, partial(evaluate, node.bodies[0]))
+            numbers.append(more)
+        else:
+            out = bind(node.jaxpr, node.eqn, taken)
+            if _is_counted(node):
+                numbers.append(_numbers(node, taken, out))
+        env.update(zip(node.outputs, out, strict=True))
+    return [env.get(value, value.literal) for value in graph.outputs], numbers
 
 
 def _is_counted(node: Node) -> bool:

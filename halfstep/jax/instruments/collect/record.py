@@ -7,6 +7,7 @@ copies, and what overflows, underflows or is lost is counted (evaluate.py, updat
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jax import Array
 
 from halfstep.core.audit.record import Operation, Record, Weight, WeightKind
 from halfstep.core.errors import ArgumentError, LossError
-from halfstep.jax.instruments.collect.evaluate import evaluator, incidents
+from halfstep.jax.instruments.collect.evaluate import evaluate, incidents
 from halfstep.jax.instruments.collect.graph import Graph, Names, Value, graph_of
 from halfstep.jax.instruments.collect.operations import format_name, fp32_matmul, operations_of
 from halfstep.jax.instruments.collect.updates import Parameters, Stepper
@@ -67,10 +68,10 @@ def record_of(
     names, stepper = Names(held.trained), Stepper(optimizer, held, loss_scale)
     record = Record("jax", "jax", updates=steps, policy=None if prepared is None else prepared.policy)
     seen = {_key(each): each for each in operations_of(graph, names)}
-    run = jax.jit(evaluator(graph), compiler_options=COMPILER_OPTIONS)
+    run = jax.jit(partial(evaluate, graph), compiler_options=COMPILER_OPTIONS)
     for _ in range(steps):
         # In the order of their names, not of the pytree.
-        (_, value, *grads), numbers = run(*(stepper.values[name] for name in held.trained))
+        (_, value, *grads), numbers = run([stepper.values[name] for name in held.trained])
         for each in incidents(graph, names, jax.device_get(numbers)):
             seen.setdefault(_key(each), each)
         stepper.step(dict(zip(held.trained, grads, strict=True)), value)
