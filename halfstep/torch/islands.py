@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from halfstep.core.errors import LossError
 from halfstep.torch import layers
-from halfstep.torch.convert.functions.mode import WATCHERS, scope_now
+from halfstep.torch.convert.functions.mode import WATCHERS, current_mode
 from halfstep.torch.convert.functions.products import LINEAR
 from halfstep.torch.fp8.delayed import History
 from halfstep.torch.layers import CastedLinear, casts_like, linear
@@ -114,12 +114,12 @@ def _casts_of(input: Tensor, layer: nn.Module | None) -> tuple[Casts, History | 
     if isinstance(layer, CastedLinear):
         of_loss = layer.halfstep.loss_casts if torch.compiler.is_compiling() else None
         return of_loss or layer.casts or casts_like(input), layer.halfstep.history
-    scope = scope_now()
-    if scope is None or scope.leaf:
+    mode = current_mode()
+    if mode is None or mode.scope.leaf:
         return casts_like(input), None
     if WATCHERS:
-        WATCHERS[-1](scope, linear_cross_entropy, (input,), {}, LINEAR, "")
-    return scope.casts, None
+        WATCHERS[-1](mode.scope, linear_cross_entropy, (input,), {}, LINEAR, "")
+    return mode.scope.casts, None
 
 
 def _check_loss(

@@ -237,10 +237,10 @@ class Attention(Layer):
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHK, k_BTHK = self.q_norm(q_BTHK), self.k_norm(k_BTHK)
         if self.rotary and self.halfstep.recomputed and self.q_norm is not None:
-            q_BHTK = recompute_in_backward(self._placed, q_BTHK, *angles, self.q_gain)
-            k_BHTK = recompute_in_backward(self._placed, k_BTHK, *angles)
+            q_BHTK = recompute_in_backward(self._place_heads, q_BTHK, *angles, self.q_gain)
+            k_BHTK = recompute_in_backward(self._place_heads, k_BTHK, *angles)
         else:
-            q_BHTK, k_BHTK = self._placed(q_BTHK, *angles, self.q_gain), self._placed(k_BTHK, *angles)
+            q_BHTK, k_BHTK = self._place_heads(q_BTHK, *angles, self.q_gain), self._place_heads(k_BTHK, *angles)
         with drop_recomputable(q_BHTK, k_BHTK) if self.halfstep.recomputed else nullcontext():
             y_BHTK = attention.attention(q_BHTK, k_BHTK, v_BHTK, casts)
         return self.o(y_BHTK.transpose(1, 2).flatten(2)), values
@@ -251,7 +251,7 @@ class Attention(Layer):
         q, k = (torch.empty(shape, device=device, requires_grad=True).transpose(1, 2) for shape in shapes)
         return attention.attention_kernel(q, k, k, self.casts)
 
-    def _placed(self, x_BTHK: Tensor, cos_TK: Tensor, sin_TK: Tensor, gain_H: Tensor | None = None) -> Tensor:
+    def _place_heads(self, x_BTHK: Tensor, cos_TK: Tensor, sin_TK: Tensor, gain_H: Tensor | None = None) -> Tensor:
         """Returns queries or keys turned by their positions, and times the gain of their head, head by head."""
         casts = self.casts
         if self.rotary:
@@ -278,9 +278,9 @@ class MLP(Layer):
         gate = () if self.gate is None else (self.gate(x_BTD),)
         hidden = self.up(x_BTD)
         if self.halfstep.recomputed and not self.keeps_one:
-            activated = recompute_in_backward(self._activated, hidden, *gate)
+            activated = recompute_in_backward(self._activate, hidden, *gate)
         else:
-            activated = self._activated(hidden, *gate)
+            activated = self._activate(hidden, *gate)
         if torch.compiler.is_compiling() and self.kind == "gelu" and self.casts is self.up.casts:
             activated = note_gelu(activated, hidden, self.halfstep.recomputed)
         return self.down(activated)  # type: ignore[no-any-return]
@@ -298,7 +298,7 @@ class MLP(Layer):
             return "hooks see what is between its layers"
         return why_not_fused(beside, self.up.weight, self.down.weight, self.casts)
 
-    def _activated(self, hidden: Tensor, gate: Tensor | None = None) -> Tensor:
+    def _activate(self, hidden: Tensor, gate: Tensor | None = None) -> Tensor:
         """Returns what enters the second matmul."""
         casts = self.casts
         hidden = to_compute(hidden, casts)

@@ -102,9 +102,9 @@ def load_state(run: RunParts, given: Mapping[str, Tensor]) -> None:
     # The random state of a device that the run did not use, or no longer has, did not affect its results.
     # Nor did the loss of a layer that was not measured apart: it ran in the precision of the layer.
     of_loss = [n for side in fixed for n in side if n.startswith("narrow.") and n.endswith(OF_LOSS)]
-    check_same(*(_described(side) for side in fixed), optional=["rng.cuda", *of_loss])
+    check_same(*(_describe(side) for side in fixed), optional=["rng.cuda", *of_loss])
     scale = saved_scale(run.policy.scale, given)
-    entries = _checked_entries(run, {n: t for n, t in given.items() if lazy and n.startswith(lazy)})
+    entries = _check_entries(run, {n: t for n, t in given.items() if lazy and n.startswith(lazy)})
     for name in fixed[0]:
         if not name.startswith(("rng.", "scale.", "narrow.")):  # an earlier StepResult may still hold the scale
             state[name].copy_(given[name])
@@ -321,7 +321,7 @@ def _place(run: RunParts, name: str) -> tuple[torch.optim.Optimizer, str, str]:
     return run.optimizers[int(index)], parameter, key
 
 
-def _checked_entries(
+def _check_entries(
     run: RunParts, given: Mapping[str, Tensor]
 ) -> dict[torch.optim.Optimizer, dict[tuple[Tensor, str], Tensor]]:
     entries = {o: {} for o in run.optimizers if not isinstance(o, Optimizer)}  # type: ignore[var-annotated]
@@ -340,7 +340,7 @@ def _checked_entries(
             wanted = dtype_of(run.conversion.moments.get(parameter, FP32))
         if value.dtype != wanted:
             ours = {name: (DTYPE_NAMES.get(wanted, str(wanted)), tuple(value.shape))}
-            check_same(ours, _described({name: value}))
+            check_same(ours, _describe({name: value}))
         placed = value.to(_device(optimizer, p, key, held), copy=True)
         entries[optimizer][p, key] = shard_like(p, placed) if is_shard(p) and value.ndim else placed
     return entries
@@ -355,5 +355,5 @@ def _device(optimizer: torch.optim.Optimizer, parameter: Tensor, key: str, held:
     return torch.device("cpu") if on_host else parameter.device
 
 
-def _described(state: Mapping[str, Tensor]) -> dict[str, Description]:
+def _describe(state: Mapping[str, Tensor]) -> dict[str, Description]:
     return {name: (DTYPE_NAMES.get(t.dtype, str(t.dtype)), tuple(t.shape)) for name, t in state.items()}

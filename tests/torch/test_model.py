@@ -69,17 +69,6 @@ def test_compiled_whole_it_is_the_same_function(config, policy):
     assert torch.equal(compiled(batch[:, :-1], batch[:, 1:]), model.loss(batch[:, :-1], batch[:, 1:]))
 
 
-def test_masters_are_held_as_the_policy_and_its_rules_say():
-    assert {p.dtype for p in build(TINY, "bf16-mixed").parameters()} == {torch.float32}
-    assert {p.dtype for p in build(TINY, "bf16-true").parameters()} == {torch.bfloat16}
-    mixed = build(TINY, "bf16-true; **.attn_norm: param=fp32")
-    assert mixed.blocks[0].attn_norm.weight.dtype == torch.float32
-    assert mixed.blocks[0].mlp_norm.weight.dtype == torch.bfloat16
-    emulated = build(TINY, "bf16-true,emulate=true")
-    assert {p.dtype for p in emulated.parameters()} == {torch.float32}
-    assert all(torch.equal(p, p.to(torch.bfloat16).float()) for p in emulated.parameters())
-
-
 HEADS = {"qk_norm": "gain", "q_gain": True, "kv_heads": 2}
 
 

@@ -59,7 +59,7 @@ def _(good):
 
 @hazard(
     "moments change dtype when a state is loaded",
-    "halfstep.torch.state:_checked_entries",
+    "halfstep.torch.state:_check_entries",
     f"{TORCH}::test_moments_keep_their_format_when_a_state_is_loaded",
 )
 def _(good):

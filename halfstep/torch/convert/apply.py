@@ -22,7 +22,6 @@ they are.
 """
 
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -34,15 +33,15 @@ from halfstep.core.arrays.measure import TOKENS
 from halfstep.core.choice.layers import NO_LAYERS, Measured, Timer
 from halfstep.core.formats import FP32, Format
 from halfstep.core.policy import Policy
-from halfstep.core.roles import Param, print_value
+from halfstep.core.roles import Param
 from halfstep.torch.convert import fp8_choice, hugging_face, lean, plan
 from halfstep.torch.convert.hugging_face import Attention
 from halfstep.torch.convert.modules import Island, Leaf
 from halfstep.torch.convert.plan import (
     Change,
     Originals,
-    change_of,
     check_model,
+    describe_change,
     plans_of,
     set_module_precision,
 )
@@ -82,11 +81,6 @@ class Applied:
         wide = self.policy.accumulate == FP32
         held = [name for name, param in self.masters.items() if param.split or param.format != FP32 or not wide]
         return [*held, *self.split_later]
-
-    def __str__(self) -> str:
-        counts = Counter(print_value(param) for param in self.masters.values())
-        held = ", ".join(f"{count} parameters in {fmt}" for fmt, count in counts.items())
-        return f"{self.policy}: {self.modules} modules, {held}"
 
 
 def allow_layers_in_graph() -> None:
@@ -138,8 +132,8 @@ def apply_resolved(
     originals = plan.convert(model, plans, chosen, base, causal=any(not row.why_not for row in attention))
     recomputed = lean.save_memory(model, originals) if memory == "lean" else None
     fp8_choice.set_loss_casts(model, ruled, measured)
-    notes = fp8_choice.notes_of(measured, ruled)
-    changes = [c for p in plans if (c := change_of(p, chosen.get(p.name, base), notes.get(p.name, "")))]
+    notes = fp8_choice.explain_choices(measured, ruled)
+    changes = [c for p in plans if (c := describe_change(p, chosen.get(p.name, base), notes.get(p.name, "")))]
     return Applied(
         policy=policy,
         modules=sum(isinstance(module, Layer | Island | Leaf) for module in model.modules()),
@@ -195,12 +189,12 @@ def adopt(model: nn.Module, applied: Applied, narrow: Mapping[str, bool]) -> App
     changed = {name.removesuffix(fp8_choice.OF_LOSS) for name in applied.measured.changed_by(narrow)}
     measured, resolved = applied.measured.adopt(narrow), resolve(model, applied.policy)
     base, ruled = resolved.base, resolved.ruled
-    chosen, notes = measured.widen(ruled), fp8_choice.notes_of(measured, ruled)
+    chosen, notes = measured.widen(ruled), fp8_choice.explain_choices(measured, ruled)
     for name in changed:
         set_module_precision(model.get_submodule(name), chosen[name], base)
     fp8_choice.set_loss_casts(model, ruled, measured)
     plans = {p.name: p for p in plans_of(model) if p.name in changed}
-    rows = {n: change_of(p, chosen[n], notes[n]) for n, p in plans.items()}
+    rows = {n: describe_change(p, chosen[n], notes[n]) for n, p in plans.items()}
     changes = tuple(rows.get(c.name) or c for c in applied.changes)
     return replace(applied, changes=changes, measured=measured)
 

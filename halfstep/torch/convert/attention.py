@@ -39,13 +39,13 @@ class MultiheadAttention(Matmul):
     ) -> tuple[Tensor, Tensor | None]:
         """Returns what attention gathers from the values, and its weights if `need_weights`."""
         batched = query.dim() == 3
-        q_BLE, k_BSE, v_BSE = self._projected(query, key, value)
+        q_BLE, k_BSE, v_BSE = self._project(query, key, value)
         if not batched:
             q_BLE, k_BSE, v_BSE = q_BLE[None], k_BSE[None], v_BSE[None]
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         elif not self.batch_first:
             q_BLE, k_BSE, v_BSE = (t.transpose(0, 1) for t in (q_BLE, k_BSE, v_BSE))
-        k_BSE, v_BSE, more = self._extended(k_BSE, v_BSE)
+        k_BSE, v_BSE, more = self._extend(k_BSE, v_BSE)
         # `is_causal` repeats what attn_mask says; if there is no other mask, the fused kernel needs none.
         causal = is_causal and not more and key_padding_mask is None and not need_weights
         if is_causal and attn_mask is None:
@@ -67,7 +67,7 @@ class MultiheadAttention(Matmul):
             return out[0], weights
         return (out if self.batch_first else out.transpose(0, 1)), weights
 
-    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         bias, casts = self.in_proj_bias, self.casts
         if self.in_proj_weight is not None and query is key and key is value:
             q, k, v = linear(query, self.in_proj_weight, bias, casts).chunk(3, dim=-1)
@@ -81,7 +81,7 @@ class MultiheadAttention(Matmul):
         q, k, v = (linear(x, matrix, b, casts) for x, matrix, b in inputs)
         return q, k, v
 
-    def _extended(self, k_BSE: Tensor, v_BSE: Tensor) -> tuple[Tensor, Tensor, int]:
+    def _extend(self, k_BSE: Tensor, v_BSE: Tensor) -> tuple[Tensor, Tensor, int]:
         more, batch = 0, k_BSE.shape[0]
         if self.bias_k is not None and self.bias_v is not None:
             pairs = ((k_BSE, self.bias_k), (v_BSE, self.bias_v))

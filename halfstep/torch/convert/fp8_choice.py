@@ -121,7 +121,7 @@ def set_loss_casts(model: nn.Module, ruled: Mapping[str, Precision], measured: M
         update_record(model.get_submodule(name), loss_casts=narrow)
 
 
-def notes_of(measured: Measured, ruled: Mapping[str, Precision]) -> dict[str, str]:
+def explain_choices(measured: Measured, ruled: Mapping[str, Precision]) -> dict[str, str]:
     """Returns why each measured layer is as it is, with its loss where that has formats of its own."""
     notes = dict(measured.notes)
     for name in _heads(measured):

@@ -93,7 +93,7 @@ def matmuls(plans: Sequence[Plan]) -> list[Plan]:
     return [plan for plan in plans if plan.kind is not None and issubclass(plan.kind, Matmul)]
 
 
-def reach_of(plans: Sequence[Plan], owners: Iterable[str]) -> dict[str, list[str]]:
+def reachable_names(plans: Sequence[Plan], owners: Iterable[str]) -> dict[str, list[str]]:
     """Returns the names at which a rule's role changes something; `owners` hold a parameter.
 
     What a module's own code calls is unknown before it runs: norms and softmax may be in it.
@@ -221,7 +221,7 @@ def check_kernels(plans: list[Plan], ruled: Mapping[str, Precision], base: Preci
         precision = ruled.get(plan.name, base)
         if plan.kind is not None and issubclass(plan.kind, modules.Recurrent) and not precision.emulate:
             device = next(plan.module.parameters()).device
-            failure = _try_recurrent(_base_of(plan.module), casts_of(precision).compute, device)
+            failure = _try_recurrent(_torch_base(plan.module), casts_of(precision).compute, device)
             if failure:
                 raise PolicyFitError(
                     f"`{plan.name}`: torch has no {type(plan.module).__name__} in {precision.compute} on {device} "
@@ -247,7 +247,7 @@ def check_held(plans: Sequence[Plan], held: Mapping[Tensor, Param]) -> None:
             )
 
 
-def change_of(plan: Plan, precision: Precision, note: str = "") -> Change | None:
+def describe_change(plan: Plan, precision: Precision, note: str = "") -> Change | None:
     """Describes what is done to a module, with a note if there is one; None if nothing is."""
     if plan.kind in (None, Code) and (not plan.why or plan.why == _IN_RECIPE):
         if not isinstance(plan.module, tuple(_FAST_PATHS)):
@@ -261,7 +261,8 @@ def change_of(plan: Plan, precision: Precision, note: str = "") -> Change | None
 def _plan(name: str, module: nn.Module, model: nn.Module) -> Plan:
     if isinstance(module, Layer):
         return Plan(name, module, type(module))
-    base, held = _base_of(module), [n for n, p in module.named_parameters(recurse=False) if p.is_floating_point()]
+    base = _torch_base(module)
+    held = [n for n, p in module.named_parameters(recurse=False) if p.is_floating_point()]
     forward = getattr(type(module), "forward", None)
     ours = getattr(forward, "__module__", "") == _OWN_ISLANDS  # the class in front does the same
     own_forward = base is not None and forward is not base.forward and not ours
@@ -337,7 +338,7 @@ def _operands(precision: Precision) -> str:
     return forward if backward == forward else f"{forward} forward and {backward} backward"
 
 
-def _base_of(module: nn.Module) -> Any:
+def _torch_base(module: nn.Module) -> Any:
     return next((base for base in type(module).__mro__ if base in KINDS or base in ISLANDS), None)
 
 

@@ -21,7 +21,7 @@ from halfstep.core.roles import Param, Value, print_value
 from halfstep.core.rules import Resolved
 from halfstep.torch.convert import fp8_choice
 from halfstep.torch.convert.known_packages import routers, with_routers
-from halfstep.torch.convert.plan import Change, Plan, check_kernels, plans_of, reach_of
+from halfstep.torch.convert.plan import Change, Plan, check_kernels, plans_of, reachable_names
 from halfstep.torch.layers import Layer
 from halfstep.torch.numerics.dtypes import DTYPES, FLOATS, expected_device, supported
 
@@ -64,7 +64,7 @@ def check_policy(
     policy, base, ruled = resolved.policy, resolved.base, resolved.ruled
     plans, parameters = plans or plans_of(model), trainable(model)
     aliases = _aliases(model, parameters)
-    check_reach(policy, reach_of(plans, {owner(name) for held in aliases.values() for name in held}))
+    check_reach(policy, reachable_names(plans, {owner(name) for held in aliases.values() for name in held}))
     check_named({p.name: p.module.named for p in plans if isinstance(p.module, Layer)}, ruled, base)
     evaluation = policy.evaluation()
     if evaluation is not policy:
@@ -73,7 +73,7 @@ def check_policy(
     for device in devices(model):
         fp8_choice.check_fast(plans, ruled, base, device)
     roles = {name: _roles(held, resolved.values) for name, held in aliases.items()}
-    masters = {name: _checked(name, parameters[name], roles[name], policy) for name in parameters}
+    masters = {name: _check_master(name, parameters[name], roles[name], policy) for name in parameters}
     return Masters(roles, *_split_where_used(masters, parameters, plans))
 
 
@@ -140,7 +140,7 @@ def _roles(names: Sequence[str], values: Mapping[str, Resolved]) -> Mapping[str,
     return ours
 
 
-def _checked(name: str, parameter: Tensor, roles: Mapping[str, Value], policy: Policy) -> Param:
+def _check_master(name: str, parameter: Tensor, roles: Mapping[str, Value], policy: Policy) -> Param:
     param, grad_weight = cast(Param, roles["param"]), roles["grad_weight"]
     if parameter.dtype == torch.float16 and param.format != FP32:
         raise PolicyFitError(

@@ -52,18 +52,18 @@ def _new_instance(reference: _ByReference) -> Any:
 def put_in_front(kind: Any, original: Any) -> type:
     """Returns a class with `kind` in front of a module's own class, whose name and signature it keeps."""
 
-    def reduced(self: Any, protocol: Any) -> Any:
+    def reduce(self: Any, protocol: Any) -> Any:
         how, args, *state = original.__reduce_ex__(self, max(protocol, 2))
         if how is copyreg.__newobj__:  # type: ignore[attr-defined]
             return _new_instance, (_ByReference(type(self)),), *state
         return how, args, *state
 
-    def built(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def build(cls: Any, *args: Any, **kwargs: Any) -> Any:
         # A copy is made by `cls.__new__(cls)`; `type(module)(...)` builds a module that no policy was applied to.
         return original(*args, **kwargs) if args or kwargs else object.__new__(cls)
 
     names = {key: getattr(original, key) for key in ("__module__", "__qualname__", "__doc__")}
-    own = {**names, "halfstep_subclass": True, "__reduce_ex__": reduced, "__new__": built}
+    own = {**names, "halfstep_subclass": True, "__reduce_ex__": reduce, "__new__": build}
     dtype = inspect.getattr_static(original, "dtype", None)
     if isinstance(dtype, property) and not hasattr(original, "halfstep_subclass"):
         own["dtype"] = _dtype_of_master(dtype)

@@ -20,9 +20,8 @@ class ModuleRecord:
     # modules that run their own forward (convert/modules.py: Island, Leaf, Code)
     casts: Any = None  # a `Casts`
     role: str = ""  # of an island
-    widen: bool = (
-        False  # it has fp32 parameters, which many torch functions refuse to combine with anything narrower
-    )
+    # It has fp32 parameters, which many torch functions refuse to combine with anything narrower.
+    widen: bool = False
     mode: Any = None  # a `PolicyMode`, for the functions that its own code calls
     # the model itself (Root)
     model_casts: Any = None

@@ -204,7 +204,6 @@ def test_changes_say_what_each_module_became_and_masters_and_moments_follow_rule
     applied = applied_to(model, "bf16-true,moments=bf16; 1: param=fp32,grad_weight=fp32,moments=fp32")
     assert [p.dtype for p in model.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2
     assert [str(fmt) for fmt in applied.moments.values()] == ["bf16"] * 2 + ["fp32"] * 2
-    assert str(applied).endswith("2 modules, 2 parameters in bf16, 2 parameters in fp32")
     model = Tied()
     applied_to(model, "bf16-mixed; head: compute=fp32")
     assert model.embed(torch.tensor([1])).dtype == torch.bfloat16

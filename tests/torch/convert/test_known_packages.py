@@ -38,7 +38,6 @@ def refused(given, optimizer=None, policy="bf16-mixed"):
         ("FullyShardedDataParallel", "wrapped by FSDP1", "use FSDP2"),
         ("FSDPModule", "wrapped by FSDP", "then fully_shard"),
         ("DeepSpeedEngine", "wrapped by DeepSpeed", "prepare(engine.module, ...)"),
-        ("_FabricModule", "set up by Fabric", "prepare(model.module, ...)"),
     ],
 )
 def test_a_wrapper_is_known_by_the_name_of_its_class(kind, text, remedy):

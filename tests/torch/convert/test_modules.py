@@ -5,6 +5,7 @@ only the module rounds. Where torch's own module in that dtype, or in fp32, roun
 """
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -221,12 +222,13 @@ NORMS = {
     "local response": (lambda: nn.LocalResponseNorm(2), (2, 4, 3)),
     "synchronized": (lambda: nn.SyncBatchNorm(4), (6, 4, 2)),
 }
-norms = pytest.mark.parametrize(("make", "shape"), NORMS.values(), ids=NORMS)
+SOFTMAX = {kind.__name__: (partial(kind, dim=0), (5, 4)) for kind in (nn.Softmax, nn.LogSoftmax, nn.Softmin)}
+ISLANDS = {**NORMS, **SOFTMAX}
 
 
 @mixed
-@norms
-def test_a_norm_is_fp32_inside_and_compute_out(make, shape, policy, fmt, dtype):
+@pytest.mark.parametrize(("make", "shape"), ISLANDS.values(), ids=ISLANDS)
+def test_a_norm_or_a_softmax_is_fp32_inside_and_compute_out(make, shape, policy, fmt, dtype):
     norm = make()
     with torch.no_grad():
         for index, p in enumerate(norm.parameters()):
@@ -273,7 +275,7 @@ def test_statistics_are_widened_and_islands_asked_for_in_bf16_are_another_number
         assert torch.equal(loss.float(), carried(wide(carried(x, BF16), CLASSES), BF16))
 
 
-@norms
+@pytest.mark.parametrize(("make", "shape"), NORMS.values(), ids=NORMS)
 def test_a_norm_of_bf16_parameters_still_computes_in_fp32(make, shape):
     norm = exact(make(), BF16)
     if isinstance(norm, nn.SyncBatchNorm):
@@ -282,18 +284,6 @@ def test_a_norm_of_bf16_parameters_still_computes_in_fp32(make, shape):
         return
     layer, x = within(norm, "bf16-true"), carried(draw(*shape), BF16)
     assert torch.equal(layer(x.bfloat16()), norm(x).detach().bfloat16())
-
-
-@mixed
-@pytest.mark.parametrize("make", [nn.Softmax, nn.LogSoftmax, nn.Softmin], ids=lambda m: m.__name__)
-def test_a_softmax_is_fp32_inside_and_compute_out(make, policy, fmt, dtype):
-    layer, x, g = within(make(dim=0), policy), carried(draw(5, 4) * 10, fmt), carried(draw(5, 4, seed=1), fmt)
-    y, x_grad, _ = run(layer, x.to(dtype), g)
-    theirs = run(make(dim=0), x, g)
-    assert y.dtype == dtype
-    assert torch.equal(y.float(), carried(theirs[0], fmt))
-    if dtype != torch.float32:
-        assert torch.equal(x_grad, theirs[1].to(dtype))
 
 
 CLASSES = torch.tensor([1, 0, 3])

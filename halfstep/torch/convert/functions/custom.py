@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from halfstep.torch.convert.functions.entry import Entry, join_if_split, map_tensors
-from halfstep.torch.convert.functions.mode import WATCHERS, PolicyMode, run_in_mode
+from halfstep.torch.convert.functions.mode import WATCHERS, PolicyMode, current_mode, run_in_mode
 from halfstep.torch.numerics.provenance import compiling
 
 _OURS = ("torch", "halfstep")
@@ -50,22 +50,12 @@ def reach_custom_functions() -> None:
                 setattr(kind, name, staticmethod(wrap(kind, getattr(kind, name))))
 
 
-def _current_mode() -> PolicyMode | None:
-    """Returns the policy's mode, which others, such as `with torch.device(...)`, may be above."""
-    if torch._C._is_torch_function_mode_enabled():
-        for depth in reversed(range(torch._C._len_torch_function_stack())):
-            mode = torch._C._get_function_stack_at(depth)
-            if isinstance(mode, PolicyMode):
-                return mode
-    return None
-
-
 def _forward(kind: Any, forward: Any) -> Callable[..., Any]:
     cast, has_context = _cast_of(forward), kind.setup_context is Function.setup_context
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        mode = _current_mode()
+        mode = current_mode()
         if mode is None:
             return forward(*args, **kwargs)
         if WATCHERS:
@@ -84,7 +74,7 @@ def _forward(kind: Any, forward: Any) -> Callable[..., Any]:
 def _setup_context(kind: Any, setup_context: Any) -> Callable[..., Any]:
     @wraps(setup_context)
     def run(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        _remember(ctx, _current_mode())
+        _remember(ctx, current_mode())
         return setup_context(ctx, *args, **kwargs)
 
     return run

@@ -197,11 +197,14 @@ def mode_of(casts: Casts, *, leaf: bool = False, has_split: bool = False, lean: 
     return mode
 
 
-def scope_now() -> Scope | None:
-    """Returns the scope of the code that runs now; None if it is not that of a model with a policy."""
-    depth = torch._C._len_torch_function_stack()
-    top = torch._C._get_function_stack_at(depth - 1) if depth else None
-    return top.scope if isinstance(top, PolicyMode) else None
+def current_mode() -> PolicyMode | None:
+    """Returns the mode of the code that runs now, which others, such as `with torch.device(...)`, may be above."""
+    if torch._C._is_torch_function_mode_enabled():
+        for depth in reversed(range(torch._C._len_torch_function_stack())):
+            mode = torch._C._get_function_stack_at(depth)
+            if isinstance(mode, PolicyMode):
+                return mode
+    return None
 
 
 def run_in_mode(mode: PolicyMode | None, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -113,7 +113,7 @@ class Widened(Tensor):
 def widen(logits: Tensor) -> Tensor:
     """Returns logits.float(), without a copy until one is needed."""
     if torch.compiler.is_compiling():
-        return _tagged(logits.float(), logits, [True])
+        return _tag(logits.float(), logits, [True])
     return logits.as_subclass(Widened)
 
 
@@ -155,11 +155,11 @@ def hand_on_logits(func: Any, args: Any, kwargs: Any, y: Any) -> Any:
     if func is _UNFLATTEN or func in _ENDS:
         intact.clear()  # a list that all views share
     elif func is Tensor.float or (func is Tensor.to and _changes_nothing(x, args, kwargs)):
-        return _tagged(y, narrow, intact)
+        return _tag(y, narrow, intact)
     elif func in VIEWS or func in MORE_VIEWS:
         view = func(narrow, *args[1:], **kwargs)
         _follow_rows(func, narrow, view)
-        return _tagged(y, view, intact)
+        return _tag(y, view, intact)
     return y
 
 
@@ -201,7 +201,7 @@ def _is_tagged(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dtype is torch.float32 and hasattr(x, NARROW_LOGITS)
 
 
-def _tagged(y: Any, narrow: Tensor, intact: list[bool]) -> Tensor:
+def _tag(y: Any, narrow: Tensor, intact: list[bool]) -> Tensor:
     setattr(y, NARROW_LOGITS, (narrow, intact))
     return y
 

@@ -273,25 +273,17 @@ def ends(end, *, compiled, memory="fast"):
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("end", ENDS)
-def test_a_compiled_model_that_returns_its_loss_alone_computes_it_with_the_layer(end, rows):
-    loss, grads, used = ends(end, compiled=True)
-    assert used == (["cross_entropy_"] if ENDS[end][1] else ["cross_entropy", "cross_entropy_grad"])
+@pytest.mark.parametrize(("end", "memory"), [*((end, "fast") for end in ENDS), ("returned", "lean")])
+def test_a_compiled_model_that_returns_its_loss_alone_computes_it_with_the_layer(end, memory, rows):
+    """A lean one in chunks."""
+    loss, grads, used = ends(end, compiled=True, memory=memory)
+    alone = ["cross_entropy_" if memory == "fast" else "linear_cross_entropy"]
+    assert used == (alone if ENDS[end][1] else ["cross_entropy", "cross_entropy_grad"])
     right, right_grads, _ = ends(end, compiled=False)
     assert (loss - right).abs() <= 32 * 2.0**-24 * right.abs()
     for grad, expected in zip(grads, right_grads, strict=True):
         # The gradient that comes in is multiplied after the sums here, and before an operand is rounded there: the
         # logits' gradient and that of x are rounded to bf16, each by at most 2^-9, on both sides.
-        assert (grad - expected).norm() <= 2.0**-7 * expected.norm()
-
-
-@pytest.mark.prove
-def test_a_lean_one_computes_it_in_chunks(rows):
-    loss, grads, used = ends("returned", compiled=True, memory="lean")
-    assert used == ["linear_cross_entropy"]
-    right, right_grads, _ = ends("returned", compiled=False)
-    assert (loss - right).abs() <= 32 * 2.0**-24 * right
-    for grad, expected in zip(grads, right_grads, strict=True):
         assert (grad - expected).norm() <= 2.0**-7 * expected.norm()
 
 
