@@ -198,11 +198,9 @@ def test_a_step_without_any_token_is_skipped():
     assert mx.array_equal(r.model.weight, before)
 
 
-def test_a_negative_norm_or_number_of_tokens_is_refused():
+def test_a_negative_norm_is_refused():
     with pytest.raises(HalfstepError, match=r"clip_norm=-1\.0"):
         run(clip_norm=-1.0)
-    with pytest.raises(HalfstepError, match="weight=-2"):
-        run().step(lambda model, x: (model(x).sum(), -2), [data(4)])
 
 
 def test_the_loop_of_plain_mlx_is_refused_and_not_stepped_without_masters_and_scale():
@@ -531,7 +529,7 @@ def test_a_model_that_changed_since_is_refused(change):
         (lambda m, x: (m(x).sum(), 1, 2), "a tuple"),
         (lambda m, x: (m(x).sum(), mx.ones((3,))), "weight of a loss"),
         (lambda m, x: (m(x).sum(), "a"), "number of tokens"),
-        (lambda m, x: (m(x).sum(), -1), "number of tokens"),
+        (lambda m, x: (m(x).sum(), -1), "weight=-1: it is a number of tokens"),
     ],
 )
 def test_what_is_not_a_loss_is_refused(loss, said):

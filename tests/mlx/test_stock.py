@@ -10,6 +10,7 @@ from mlx import optimizers
 from halfstep.mlx import prepare
 from tests.mlx.stock import MODELS
 
+pytestmark = pytest.mark.usefixtures("uncompiled")
 # How far a gradient may be off, relative to its norm: the roundings in a row on the longest path through these
 # models, half of them forward, times the unit of the format. Only operands of matmuls are fp8, in 8 of them.
 POLICIES = {
@@ -18,14 +19,6 @@ POLICIES = {
     "fp8-mixed,emulate=true": 16 * 2.0**-4,
 }
 PAGE = (Path(__file__).parents[2] / "docs" / "backends.md").read_text("utf-8").split("## More on MLX")[1]
-
-
-@pytest.fixture(autouse=True)
-def uncompiled():
-    """mlx.nn compiles its activations, by a call of g++ on a CPU."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
 
 
 def differentiated(name, policy):

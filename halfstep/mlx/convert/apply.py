@@ -22,7 +22,7 @@ masters.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -60,14 +60,6 @@ from halfstep.mlx.numerics.lowering import NATIVE, casts_of
 _ATTRIBUTES = ("casts", "name", "streams", "halfstep", "halfstep_model", "halfstep_masters", "halfstep_watched")
 
 
-class Change(NamedTuple):
-    """How one module was changed."""
-
-    name: str
-    kind: str
-    form: str
-
-
 @dataclass(frozen=True)
 class Applied:
     """What was done to a model: the modules that changed, and how parameters and moments are held."""
@@ -79,7 +71,7 @@ class Applied:
     remainders: dict[str, mx.array]  # of split masters: what the bf16 in the model lacks
     widened: tuple[str, ...]  # parameters that came narrower than they are held
     frozen: tuple[str, ...]  # floating arrays that are not trained
-    changes: tuple[Change, ...]
+    changes: tuple[tuple[str, str, str], ...]  # name, class and form of each module that is covered
     originals: list[tuple[Module, type, dict[str, Any]]] = field(repr=False)
 
     def lines(self) -> Iterator[str]:
@@ -188,7 +180,7 @@ def _check_unprepared(model: Module) -> None:
 
 def _convert(
     model: Module, modules: dict[str, Module], policy: Policy, by_name: dict[str, Precision]
-) -> tuple[list[tuple[Module, type, dict[str, Any]]], tuple[Change, ...]]:
+) -> tuple[list[tuple[Module, type, dict[str, Any]]], tuple[tuple[str, str, str], ...]]:
     """Gives each module the class that casts; returns the originals and how each module was changed."""
     base = base_precision(policy)
     plans = [(name, module, _kind(module), by_name[name] if name else base) for name, module in modules.items()]
@@ -213,7 +205,7 @@ def _convert(
             continue
         if kind is not None:
             form = _form(ISLANDS.get(type(module), ""), kind, precision)
-            changes.append(Change(name, type(module).__name__, form))
+            changes.append((name, type(module).__name__, form))
         convert(module, kind or Code)
     if not isinstance(model, Layer) or type(model) in KINDS.values():
         convert(model, Whole)

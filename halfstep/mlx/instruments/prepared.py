@@ -6,7 +6,6 @@ from typing import Any
 from mlx.nn.layers.base import Module
 
 from halfstep.core.audit.record import Operation, Record
-from halfstep.core.policy import Policy
 from halfstep.mlx.convert.places import walk
 from halfstep.mlx.instruments.collect.updates import PART, UpdateNumbers, counts_of, finite_or_none, weights_of
 from halfstep.mlx.instruments.monitor import layer_kind, precision_of
@@ -23,7 +22,12 @@ def prepared_record(model: Module, masters: Masters, optimizers: Sequence[Optimi
         if weight.name in masters.held:
             held = masters.held[weight.name]
             weight.master, weight.stochastic = str(held.format), held.stochastic
-    record.operations = [*_layers(model), *_functions(policy)]
+    compute, loss = str(policy.compute.format), str(policy.loss)
+    record.operations = [
+        *_layers(model),
+        Operation("", "softmax", [compute], [compute], str(policy.softmax), count=1),
+        Operation("", "loss", [loss], [loss], loss, count=1),
+    ]
     return record
 
 
@@ -52,17 +56,7 @@ def _layers(model: Module) -> list[Operation]:
         if kind in ("norm", "matmul"):
             precision = precision_of(module)
             inside = precision.norm if kind == "norm" else precision.operand.format
-            gain = ["fp32"] if kind == "norm" else []
-            formats = [str(precision.compute), *gain]
-            operations.append(
-                Operation(name, kind, formats, [str(precision.compute)], str(inside), count=1)  # type: ignore[arg-type]
-            )
+            compute = str(precision.compute)
+            formats = [compute, *(["fp32"] if kind == "norm" else [])]  # a gain
+            operations.append(Operation(name, kind, formats, [compute], str(inside), count=1))  # type: ignore[arg-type]
     return operations
-
-
-def _functions(policy: Policy) -> list[Operation]:
-    compute, loss = str(policy.compute.format), str(policy.loss)
-    return [
-        Operation("", "softmax", [compute], [compute], str(policy.softmax), count=1),
-        Operation("", "loss", [loss], [loss], loss, count=1),
-    ]

@@ -8,6 +8,7 @@ from mlx.core import softmax as imported_by_name
 from halfstep.core.errors import PolicyError
 from halfstep.mlx import prepare
 
+pytestmark = pytest.mark.usefixtures("uncompiled")
 ATTEND = {"scale": 0.3}
 ROPE = {"traditional": False, "base": 1e4, "scale": 1.0, "offset": 300}
 TARGETS = mx.array([[0, 1, 2]])
@@ -53,14 +54,6 @@ def prepared(function, policy):
     mx.random.seed(0)
     model = nn.Sequential(nn.Linear(8, 8), Calls(function), nn.Linear(8, 2))
     return prepare(model, optimizers.SGD(0.1), policy), model.layers[1]
-
-
-@pytest.fixture(autouse=True)
-def uncompiled():
-    """mlx.nn compiles its softmax functions, by a call of g++ on a CPU."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
 
 
 X = mx.random.normal((1, 3, 8), key=mx.random.key(0)) * 3

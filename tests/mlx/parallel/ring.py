@@ -5,7 +5,11 @@ import json
 import multiprocessing
 import os
 import socket
+import subprocess
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
 
 
 def addresses(count):
@@ -15,6 +19,21 @@ def addresses(count):
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return json.dumps([[f"127.0.0.1:{each.getsockname()[1]}"] for each in sockets])
+
+
+def start(folder, words, ranks=2):
+    """Starts a command on every rank, with what mlx.launch sets; each prints to a log of its own."""
+    hosts, started = folder / "hosts.json", []
+    hosts.write_text(addresses(2))
+    for rank in range(ranks):
+        given = {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts), "PYTHONPATH": str(ROOT)}
+        with log_of(folder, rank).open("w") as log:
+            started.append(subprocess.Popen(words, env=os.environ | given, stdout=log, stderr=subprocess.STDOUT))
+    return started
+
+
+def log_of(folder, rank):
+    return folder / f"rank-{rank}.txt"
 
 
 @contextlib.contextmanager

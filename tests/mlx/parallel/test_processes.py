@@ -1,17 +1,13 @@
 """Whole processes on a ring: what is left when one of them hangs, ends, or does not start."""
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.mlx.parallel import jobs
-from tests.mlx.parallel.ring import addresses, ring
+from tests.mlx.parallel.ring import log_of, ring, start
 
 pytestmark = pytest.mark.prove
-ROOT = Path(__file__).parents[3]
 TRAIN = """
 import os, sys, time
 import mlx.core as mx
@@ -37,45 +33,33 @@ job.Host()
 """
 
 
-def outcome(tmp_path, what):
+def outcome(tmp_path, code, *given, ranks=2):
     """Returns how rank 0 ended, and what it printed."""
-    hosts = tmp_path / "hosts.json"
-    hosts.write_text(addresses(2))
-    ranks = []
-    for rank in range(2):
-        given = {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts), "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-c", TRAIN, what]
-        ranks.append(subprocess.Popen(command, env=os.environ | given, stderr=subprocess.PIPE, text=True))
+    started = start(tmp_path, [sys.executable, "-c", code, *given], ranks)
     try:
-        _, printed = ranks[0].communicate(timeout=60)
-        return ranks[0].returncode, printed
+        return started[0].wait(60), log_of(tmp_path, 0).read_text()
     finally:
-        for each in ranks:
+        for each in started:
             each.kill()
-            each.communicate()
+            each.wait()
 
 
 def test_a_process_ends_if_another_hangs(tmp_path):
-    code, printed = outcome(tmp_path, "hangs")
+    code, printed = outcome(tmp_path, TRAIN, "hangs")
     assert code == 1
     assert "error: rank 0 has waited for 2 s at `the sums of update 2`: rank 1 did not arrive" in printed
 
 
 def test_a_process_ends_if_another_has_ended(tmp_path):
-    code, printed = outcome(tmp_path, "ends")
+    code, printed = outcome(tmp_path, TRAIN, "ends")
     assert code == 1
     assert "RankError: the connection of rank 0 to the others broke at `the sums of update 2`" in printed
 
 
 def test_a_process_ends_if_another_never_starts(tmp_path):
-    hosts = tmp_path / "hosts.json"
-    hosts.write_text(addresses(2))
-    given = {"MLX_RANK": "0", "MLX_HOSTFILE": str(hosts), "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(
-        [sys.executable, "-c", START], env=os.environ | given, capture_output=True, text=True, timeout=60
-    )
-    assert ran.returncode == 1
-    assert "in _wait_for_all_ranks" in ran.stderr
+    code, printed = outcome(tmp_path, START, ranks=1)
+    assert code == 1
+    assert "in _wait_for_all_ranks" in printed
 
 
 def test_three_ranks_train_as_one_up_to_the_order_of_sums(tmp_path):

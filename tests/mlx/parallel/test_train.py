@@ -6,14 +6,12 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.mlx.parallel.ring import addresses
+from tests.mlx.parallel.ring import ROOT, log_of, start
 
 pytestmark = pytest.mark.prove
-ROOT = Path(__file__).parents[3]
 SMALL = ["model.context=16", "model.layers=1", "model.width=16", "model.heads=2", "training.batch=2"]
 SMALL += ["training.micro_batches=2", "training.save_every=2", "training.validate_every=2"]
 SMALL += ["training.validation_tokens=256", "training.measure_ceiling=false", "parallel.timeout=4"]
@@ -30,18 +28,6 @@ def settings(text, steps):
     return ["tiny", "--backend", "mlx", "--policy", "bf16-mixed", *words]
 
 
-def start(tmp_path, words):
-    """Starts two ranks, with what mlx.launch sets."""
-    hosts = tmp_path / "hosts.json"
-    hosts.write_text(addresses(2))
-    ranks = []
-    for rank in range(2):
-        given = {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts), "PYTHONPATH": str(ROOT)}
-        with (tmp_path / f"rank-{rank}.txt").open("w") as log:
-            ranks.append(subprocess.Popen(words, env=os.environ | given, stdout=log, stderr=subprocess.STDOUT))
-    return ranks
-
-
 def ended(tmp_path, ranks):
     """Returns the exit codes, and what each rank printed."""
     try:
@@ -50,7 +36,7 @@ def ended(tmp_path, ranks):
         for rank in ranks:
             rank.kill()
             rank.wait()
-    return codes, [(tmp_path / f"rank-{rank}.txt").read_text() for rank in range(2)]
+    return codes, [log_of(tmp_path, rank).read_text() for rank in range(2)]
 
 
 def weights(out, step):

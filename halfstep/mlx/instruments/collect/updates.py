@@ -56,7 +56,10 @@ def weights_of(model: Module, optimizers: Sequence[Optimizer]) -> tuple[list[Wei
             buffers.append(Buffer(name, format_name(array.dtype), kind))
             continue
         owner = owner_of(optimizers, name) if name in trained else None
-        moments = {} if owner is None else moments_of(owner, name, array.shape)
+        state = {} if owner is None else state_at(owner.state, name)
+        moments = {
+            key: each for key, each in state.items() if isinstance(each, mx.array) and each.shape == array.shape
+        }
         weights.append(
             Weight(
                 name,
@@ -74,34 +77,6 @@ def weights_of(model: Module, optimizers: Sequence[Optimizer]) -> tuple[list[Wei
 def owner_of(optimizers: Sequence[Optimizer], name: str) -> Optimizer | None:
     """Returns the optimizer that owns a parameter."""
     return next((each for each in optimizers if state_at(each.state, name) is not None), None)
-
-
-def moments_of(optimizer: Optimizer, name: str, shape: tuple[int, ...]) -> dict[str, mx.array]:
-    """Returns what an optimizer keeps of a parameter, in the parameter's shape."""
-    state = state_at(optimizer.state, name) or {}
-    return {k: v for k, v in state.items() if isinstance(v, mx.array) and tuple(v.shape) == tuple(shape)}
-
-
-def intended(
-    optimizer: Optimizer, gradient: mx.array, before: mx.array, moments: Mapping[str, mx.array]
-) -> mx.array | None:
-    """Returns the update in fp64, by an optimizer that has just made it; None if its elements are not independent.
-
-    `moments` and `before` are from before the step; rate and count are those of the optimizer now.
-    """
-    if not isinstance(optimizer, ELEMENTWISE):
-        return None
-    with mx.stream(mx.cpu):  # type: ignore[arg-type]
-        wide = {name: array.astype(mx.float64) for name, array in moments.items()}
-        start = before.astype(mx.float64)
-        return optimizer.apply_single(gradient.astype(mx.float64), start, wide) - start
-
-
-def decay_of(optimizer: Optimizer) -> mx.array | None:
-    """Returns the share that an optimizer takes of each weight, if that is apart from its update."""
-    if not isinstance(optimizer, _DECOUPLED) or not optimizer.weight_decay:
-        return None
-    return optimizer.learning_rate * optimizer.weight_decay  # type: ignore[no-any-return]
 
 
 class Before(NamedTuple):
@@ -136,12 +111,20 @@ def before_step(
 
 
 def after_step(before: Before, after: mx.array, gradient: mx.array, clip: mx.array | float = 1.0) -> Update:
-    """Returns the step that the optimizers have just made; they saw the gradient times `clip`."""
+    """Returns the step that the optimizers have just made; they saw the gradient times `clip`.
+
+    Moments and weight are from before it; rate and count are those of the optimizer now.
+    """
     start, moments, owner = before
-    if owner is None:
-        return Update(start, after, gradient, None, None)
-    meant = intended(owner, gradient * clip, start, moments)
-    return Update(start, after, gradient, meant, decay_of(owner))
+    meant = decay = None
+    if isinstance(owner, ELEMENTWISE):
+        with mx.stream(mx.cpu):  # type: ignore[arg-type]
+            state = {name: array.astype(mx.float64) for name, array in moments.items()}
+            wide = start.astype(mx.float64)
+            meant = owner.apply_single((gradient * clip).astype(mx.float64), wide, state) - wide
+    if isinstance(owner, _DECOUPLED) and owner.weight_decay:
+        decay = owner.learning_rate * owner.weight_decay
+    return Update(start, after, gradient, meant, decay)
 
 
 class UpdateNumbers:
