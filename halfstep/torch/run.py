@@ -123,7 +123,7 @@ class Run(Engine):
         self._check_trains()
         assert self.averages is not None
         self.masters.check_writes()
-        with self._holding(AVERAGES), self.averages.swap_in(self.num_applied):
+        with self._hold(AVERAGES), self.averages.swap_in(self.num_applied):
             yield
 
     @contextmanager
@@ -134,11 +134,11 @@ class Run(Engine):
         splits or narrows masters: whole ones may be written to at any time.
         """
         self._check_open()
-        with self._holding(WHOLE), self.masters.edit(self.num_applied):
+        with self._hold(WHOLE), self.masters.edit(self.num_applied):
             yield
 
     @contextmanager
-    def _holding(self, what: str) -> Iterator[None]:
+    def _hold(self, what: str) -> Iterator[None]:
         self._holds = what
         try:
             yield

@@ -244,7 +244,7 @@ def output(
     # 2. The casts, and the product.
     a, b = known or lower(rows, p.operand, casts, x_amax), lower(w, p.operand, casts, w_amax)
     added = None if bias is None else cast_parameter(bias, casts)
-    y = product(_first(a, tokens), b, p.compute, casts.compute, casts, bias=added, fast=casts.fast)
+    y = product(_first_rows(a, tokens), b, p.compute, casts.compute, casts, bias=added, fast=casts.fast)
     # 3. For the backward pass: x as codes, or as it came if it is cast again; scales and amaxes.
     again = _casts_again(values, casts)
     scales = [x_amax if again else a.inv_scale, w_amax] if has_one_scale(p.operand) else []
@@ -295,14 +295,14 @@ def gradients(
     grad_input = grad_weight = grad_bias = amaxes = None
     # 1. grad_bias, from the gradient before its cast.
     if needs[2]:
-        grad_bias = _times(g.sum(0, dtype=torch.float32), factor)
+        grad_bias = _multiply(g.sum(0, dtype=torch.float32), factor)
         grad_bias = carried(grad_bias, formats[1]) if casts.emulate else grad_bias.to(dtypes[1])
     # 2. The scale of the gradient as an operand; the history is of what came in, with its factor.
     if past is not None and factor is not None:
         past = torch.nan_to_num(past / factor.abs())  # of no gradient, a factor of 0, too
     g_amax, g_now = _amax(g, operand, past, 2)
     if now is not None:
-        amaxes = torch.cat([now, _times(g_now, None if factor is None else factor.abs()).reshape(1)])
+        amaxes = torch.cat([now, _multiply(g_now, None if factor is None else factor.abs()).reshape(1)])
 
     def cast_part(part: Tensor) -> Lowered:
         if not narrow:
@@ -313,7 +313,7 @@ def gradients(
             # compiler would make all of these codes to keep them instead of g: both layouts are as large as g.
             amax = torch.where(factor.isnan(), factor, amax)
         a = lower(part, operand, casts, amax)
-        return a._replace(inv_scale=_times(a.inv_scale, factor))
+        return a._replace(inv_scale=_multiply(a.inv_scale, factor))
 
     # 3. Its codes: of all of it, or of a part at a time if they are many. A factor is undone with a scale.
     parts, others = (-(-g.numel() // CODES), None) if narrow else (1, factor)
@@ -328,28 +328,28 @@ def gradients(
     # 4. grad_input = g W, some tokens at a time.
     if needs[0]:
         w = cast_parameter(values, casts)
-        b = _transposed(cast_again(w, w_amax), w, p.operand, casts)
-        b = b._replace(inv_scale=_times(b.inv_scale, others))
+        b = _transpose_operand(cast_again(w, w_amax), w, p.operand, casts)
+        b = b._replace(inv_scale=_multiply(b.inv_scale, others))
         multiply = partial(product, b=b, out=formats[0], dtype=dtypes[0], casts=casts)
         if whole is not None:
-            grad_input = multiply(_first(whole, tokens))
+            grad_input = multiply(_first_rows(whole, tokens))
         else:
             grad_input = torch.cat([multiply(cast_part(part)) for part in _split(g[:tokens], parts)])
     # 5. grad_weight = g^T x, both transposed, some outputs at a time.
     if needs[1]:
         again = _casts_again(values, casts)
         x = cast_again(kept, x_scale) if again else Lowered(kept, x_scale)
-        x_t = _transposed(x, kept, p.operand, casts, shared=not again)
-        x_t = x_t._replace(inv_scale=_times(x_t.inv_scale, others))
+        x_t = _transpose_operand(x, kept, p.operand, casts, shared=not again)
+        x_t = x_t._replace(inv_scale=_multiply(x_t.inv_scale, others))
         multiply = partial(product, b=x_t, out=formats[1], dtype=dtypes[1], casts=casts)
         if whole is not None:
-            grad_weight = multiply(_transposed(whole, g, operand, casts, factor))
+            grad_weight = multiply(_transpose_operand(whole, g, operand, casts, factor))
         else:
             grad_weight = torch.cat([multiply(cast_part(part)) for part in _split(g.t(), parts)])
     return grad_input, grad_weight, grad_bias, amaxes
 
 
-def _times(x: Any, factor: Tensor | None) -> Any:
+def _multiply(x: Any, factor: Tensor | None) -> Any:
     return x if x is None or factor is None else x * factor
 
 
@@ -377,13 +377,13 @@ def _casts_again(w: Tensor, casts: Casts) -> bool:
     return compiling() and not casts.emulate and has_one_scale(casts.precision.operand) and w.shape[1] > w.shape[0]
 
 
-def _transposed(
+def _transpose_operand(
     a: Lowered, wide: Tensor, operand: Operand, casts: Casts, factor: Tensor | None = None, *, shared: bool = False
 ) -> Lowered:
     """Transposes an operand: the same numbers, or a new cast if each row has a scale, times the same factor."""
     if _has_row_scales(operand):
         again = lower(wide.t(), operand, casts)
-        return again._replace(inv_scale=_times(again.inv_scale, factor))
+        return again._replace(inv_scale=_multiply(again.inv_scale, factor))
     if casts.emulate or a.inv_scale is None:
         return Lowered(a.values.t(), a.inv_scale)
     by_compiler = shared and compiling()
@@ -416,7 +416,7 @@ def write_transpose(codes: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def _first(a: Lowered, rows: int) -> Lowered:
+def _first_rows(a: Lowered, rows: int) -> Lowered:
     inv_scale = a.inv_scale
     if inv_scale is not None and inv_scale.dim() > 0:
         inv_scale = inv_scale[:rows]

@@ -37,7 +37,7 @@ from halfstep.torch.layers import Layer
 from halfstep.torch.numerics.lowering import CAST
 from halfstep.torch.numerics.shards import is_shard
 from halfstep.torch.parallel.ranks import average, mean, num_ranks
-from halfstep.torch.update.accumulation import Accumulation, checked_pair, divisor, mark_last, mean_loss
+from halfstep.torch.update.accumulation import Accumulation, check_pair, divisor, mark_last, mean_loss
 
 # What `set_module_precision` sets on a module.
 _PRECISION_ATTRIBUTES = ("casts", "halfstep")
@@ -138,7 +138,7 @@ def replay(
             run.sharded.set_grad_sync(last)
         given, weight = loss_fn(batch), None
         if isinstance(given, tuple):
-            given, weight = checked_pair(given)
+            given, weight = check_pair(given)
             given = given / divisor(weight)
         total.add(given, weight, scale, run.parameters, last=last)
     losses, weights = total.losses, total.weights

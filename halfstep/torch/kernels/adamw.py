@@ -56,13 +56,13 @@ class Update:
         self.device, self._narrow = parameters[0].device, first[0].dtype == torch.bfloat16
         sizes = [parameter.numel() for parameter in parameters]
         self._owners, self._chunks = chunks_of(sizes, CHUNK, self.device)
-        self._counts = sent(torch.tensor(sizes), self.device)
+        self._counts = to_device(torch.tensor(sizes), self.device)
         self._paces, self._roots = (torch.empty(len(sizes), device=self.device) for _ in range(2))
         # Kept: they must not move.
         none = [None] * len(sizes)
         self._rows = [parameters, remainders, none, first, second, steps, casts or none]
         addresses = [0 if tensor is None else tensor.data_ptr() for row in self._rows for tensor in row]
-        self._table = sent(torch.tensor([*addresses, 0, 0]), self.device)
+        self._table = to_device(torch.tensor([*addresses, 0, 0]), self.device)
         self._tensors, self._programs = len(sizes), self._owners.numel()
         # What is in the table: the addresses of gradients, and betas; each with the epoch of CUDA graphs.
         self._grads: tuple[int, list[int]] = (0, [])
@@ -105,10 +105,10 @@ def chunks_of(sizes: Sequence[int], most: int, device: torch.device) -> tuple[Te
     counts = [-(-size // most) for size in sizes]
     owners = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(counts))
     within = torch.cat([torch.arange(count) for count in counts])
-    return sent(owners.int(), device), sent(within.int(), device)
+    return to_device(owners.int(), device), to_device(within.int(), device)
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Returns a tensor on the device, without waiting."""
     given = tensor.pin_memory() if device.type == "cuda" else tensor
     if CAPTURED.held is not None:

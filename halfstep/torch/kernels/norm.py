@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfstep.torch.kernels import CAPTURED, launch
-from halfstep.torch.kernels.adamw import chunks_of, fill, sent
+from halfstep.torch.kernels.adamw import chunks_of, fill, to_device
 
 CHUNK, WARPS = 4096, 8
 
@@ -22,7 +22,7 @@ class Norm:
 
     def __init__(self, sizes: Sequence[int], device: torch.device):
         self._owners, self._chunks = chunks_of(sizes, CHUNK, device)
-        self._sizes = sent(torch.tensor(sizes), device)
+        self._sizes = to_device(torch.tensor(sizes), device)
         self._table = torch.zeros(len(sizes), dtype=torch.int64, device=device)
         self._addresses: tuple[int, list[int]] = (0, [])  # in the table, and the epoch of CUDA graphs then
 

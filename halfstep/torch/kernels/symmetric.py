@@ -24,15 +24,15 @@ WARPS, STAGES = 8, 3
 
 def square(x: Tensor) -> Tensor:
     """Returns x x^T of each matrix of a contiguous batch."""
-    return _launched(x, 0.0, 1.0, adds=False)
+    return _launch(x, 0.0, 1.0, adds=False)
 
 
 def quadratic(p: Tensor, b: float, c: float) -> Tensor:
     """Returns b p + c p p of each matrix of a contiguous batch, all of them symmetric."""
-    return _launched(p, b, c, adds=True)
+    return _launch(p, b, c, adds=True)
 
 
-def _launched(x: Tensor, b: float, c: float, *, adds: bool) -> Tensor:
+def _launch(x: Tensor, b: float, c: float, *, adds: bool) -> Tensor:
     count, size, inner = x.shape
     out = torch.empty((count, size, size), dtype=x.dtype, device=x.device)
     programs = count * triton.cdiv(size, BLOCK) ** 2

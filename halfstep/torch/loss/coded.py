@@ -127,17 +127,17 @@ def coded_gradients(
     same after it.
     """
     casts = CASTS_BY_NAME[words]
-    grad_input, grad_weight = _empty(x, w, needs, casts)
+    grad_input, grad_weight = _empty_gradients(x, w, needs, casts)
     if needs[0]:
-        _write_grad_input(_codes(logits, casts), _transposed(w), g_inv, w_inv, grad_input)
+        _write_grad_input(_codes(logits, casts), _transpose(w), g_inv, w_inv, grad_input)
     if needs[1]:
-        _write_grad_weight(logits, _transposed(x), g_inv, x_inv, grad_weight, casts)
+        _write_grad_weight(logits, _transpose(x), g_inv, x_inv, grad_weight, casts)
     return grad_input, grad_weight
 
 
 @coded_gradients.register_fake
 def _(logits: Tensor, x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _empty(x, w, rest[-2], CASTS_BY_NAME[rest[-1]])
+    return _empty_gradients(x, w, rest[-2], CASTS_BY_NAME[rest[-1]])
 
 
 @torch.library.custom_op("halfstep::coded_cross_entropy", mutates_args=())
@@ -149,7 +149,7 @@ def coded_chunks(
     casts, terms = CASTS_BY_NAME[words], (ignored, smoothing, cap)
     parts = _split(x, chunks)
     total, grad_input, grad_weight, _, sample = empty_gradients(x, w, [*needs, False], w.shape[0], parts, size)
-    w_t = _transposed(w) if needs[0] else w
+    w_t = _transpose(w) if needs[0] else w
     g_inv = torch.full((), 1.0 / gradient_scale(casts), device=x.device)
     start = 0
     for rows, wanted in zip(parts, _split(targets, chunks), strict=True):
@@ -162,7 +162,7 @@ def coded_chunks(
             _write_grad_input(_codes(logits, casts), w_t, g_inv, w_inv, grad_input[start:stop])
         if needs[1]:
             more = grad_weight if first else torch.empty_like(grad_weight)
-            _write_grad_weight(logits, _transposed(rows), g_inv, x_inv, more, casts)
+            _write_grad_weight(logits, _transpose(rows), g_inv, x_inv, more, casts)
             grad_weight = more if first else grad_weight.add_(more)
         start = stop
     return total, grad_input, grad_weight, sample
@@ -211,11 +211,11 @@ def _write_grad_weight(
     for start in range(0, width, step):
         some, into = g[:, start : start + step], out[start : start + step]
         count = some.shape[1]
-        some = _transposed(some, room[:count, :tokens] if fits else None)
+        some = _transpose(some, room[:count, :tokens] if fits else None)
         torch._scaled_mm(some, x_t.t(), g_inv, x_inv, out_dtype=out.dtype, out=into)
 
 
-def _transposed(codes: Tensor, out: Tensor | None = None) -> Tensor:
+def _transpose(codes: Tensor, out: Tensor | None = None) -> Tensor:
     """Returns the same codes with the other dimension last, in memory of their own unless some is given."""
     return write_transpose(codes, codes.new_empty(codes.shape[1], codes.shape[0]) if out is None else out)
 
@@ -236,7 +236,7 @@ def _split(rows: Tensor, chunks: int) -> Sequence[Tensor]:
     return rows.split(-(-rows.shape[0] // (chunks * MULTIPLE)) * MULTIPLE)
 
 
-def _empty(x: Tensor, w: Tensor, needs: Sequence[bool], casts: Casts) -> tuple[Tensor, Tensor]:
+def _empty_gradients(x: Tensor, w: Tensor, needs: Sequence[bool], casts: Casts) -> tuple[Tensor, Tensor]:
     dx = x.new_empty(x.shape if needs[0] else 0, dtype=casts.grad)
     return dx, w.new_empty(w.shape if needs[1] else 0, dtype=casts.grad_weight)
 

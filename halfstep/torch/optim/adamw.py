@@ -228,7 +228,6 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def update(self, grads: Grads, found_inf: Tensor | None, scale: Tensor | None) -> None:
-        """Updates every parameter that has a gradient, unless `found_inf` is 1."""
         self.start()
         # What a group's step walks through, made once for as long as it stays the same.
         made: dict[int, _Rows] = self.__dict__.setdefault("_rows", {})
@@ -242,7 +241,6 @@ class AdamW(Optimizer):
             self._update(group, rows, [grads[id(p)] for p in params], found_inf, scale)
 
     def tables(self) -> list[Any]:
-        """Returns what holds the tables of addresses."""
         return [*self.__dict__.get("_rows", {}).values()]
 
     def _update(
@@ -262,7 +260,7 @@ class AdamW(Optimizer):
             }
             settings = {"betas": group["betas"], "eps": group["eps"], "decay": group["weight_decay"]}
             given = grads if len(positions) == len(grads) else [grads[i] for i in positions]
-            launch(as_readable(local_parts(given) if rows.sharded else given), **scalars, **settings)
+            launch(make_readable(local_parts(given) if rows.sharded else given), **scalars, **settings)
             for cast_ in [rows.casts[i] for i in positions] if rows.casts else ():
                 if cast_ is not None:
                     cast_.note_written()
@@ -282,7 +280,7 @@ class AdamW(Optimizer):
         found_inf: Tensor | None,
     ) -> None:
         wide, steps = self.masters.wide(params), [state["step"] for state in states]
-        first, second = [_widened(map(itemgetter(slot), states)) for slot in self.slots]
+        first, second = [_widen(map(itemgetter(slot), states)) for slot in self.slots]
         rule: dict[str, Any] = {
             "lr": self.rate_of(group),
             "weight_decay": group["weight_decay"],
@@ -290,7 +288,7 @@ class AdamW(Optimizer):
         }
         rule |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
         rule |= {"fused": True, "found_inf": found_inf, "amsgrad": False, "maximize": False}
-        adamw(wide, _widened(grads), first, second, [], steps, **rule)
+        adamw(wide, _widen(grads), first, second, [], steps, **rule)
         self.masters.put(params, wide, steps)
         for state, m, v in zip(states, first, second, strict=True):
             if m is not state["exp_avg"]:
@@ -366,14 +364,14 @@ def readable(grads: list[Tensor]) -> bool:
     return fp32 and not any(map(_LAST_BITS, map(Tensor.data_ptr, grads)))
 
 
-def as_readable(grads: list[Tensor]) -> list[Tensor]:
+def make_readable(grads: list[Tensor]) -> list[Tensor]:
     """Returns gradients that our kernel can read, copies if they are not."""
     if readable(grads):
         return grads
     return [g.to(torch.float32, copy=True, memory_format=torch.contiguous_format) for g in grads]
 
 
-def _widened(tensors: Iterable[Tensor]) -> list[Tensor]:
+def _widen(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [t if t.dtype is torch.float32 else t.float() for t in tensors]
 
 

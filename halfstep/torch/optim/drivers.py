@@ -107,17 +107,14 @@ class HalfstepDriver(Driver):
         return f"no sync; {self.optimizer.note}" if self.optimizer.note else "no sync"
 
     def check(self, grads: Grads) -> None:
-        """Refuses gradients that are not dense."""
         if any(map(is_sparse, grads.values())):
             self.optimizer.check_grads(grads)
 
     def step(self, grads: Grads, scale: Tensor, found_inf: Tensor, count: Tensor) -> None:
-        """Updates unless `found_inf` is 1."""
         with self.stepping():
             self.optimizer.step(grads, found_inf=found_inf, scale=scale)
 
     def begin(self, found_inf: Tensor) -> dict[str, Any]:
-        """Returns the flag as an argument."""
         return {"found_inf": found_inf}
 
 
@@ -177,7 +174,6 @@ class FusedDriver(StockDriver):
 
     @property
     def cost(self) -> str:
-        """Describes what a step waits for."""
         sgd = "dampening" in self.optimizer.defaults
         if sgd and any(group.get("momentum") for group in self.optimizer.param_groups):
             return "no sync except in the first step: its kernel would start from uninitialized momentum"
@@ -212,13 +208,11 @@ class SyncDriver(StockDriver):
 
     @property
     def cost(self) -> str:
-        """Describes what a step waits for."""
         offered = [way for way in ("fused", "capturable") if way in self.optimizer.defaults]
         better = f"; {' or '.join(f'{way}=True' for way in offered)} would need none" if offered else ""
         return f"one sync per step, because it cannot skip a step on the device{better}"
 
     def start(self, parameters: Sequence[Tensor], found_inf: Tensor) -> bool:
-        """Reads the flag."""
         return bool(found_inf)
 
 

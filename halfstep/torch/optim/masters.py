@@ -138,7 +138,7 @@ class Masters:
         layout, masters = self.layout(parameters), list(parameters)
         if layout.split:
             halves = [values_of(parameters[i]) for i in layout.split]
-            joined = _over_all(_join, halves, [layout.remainders[i] for i in layout.split])
+            joined = _apply_to_all(_join, halves, [layout.remainders[i] for i in layout.split])
             for i, w in zip(layout.split, joined, strict=True):
                 masters[i] = w
         for i in layout.rounded:
@@ -154,7 +154,7 @@ class Masters:
             self._round_back(parameters[i], wide[i], counts[i])
         if layout.split:
             rows = [(values_of(parameters[i]), layout.remainders[i], wide[i]) for i in layout.split]
-            _over_all(_split, *map(list, zip(*rows, strict=True)))
+            _apply_to_all(_split, *map(list, zip(*rows, strict=True)))
             self.note_writes(parameters)
 
     def note_writes(self, parameters: Sequence[Tensor]) -> None:
@@ -293,37 +293,37 @@ def swap_data(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> list[Te
 
 
 def _join(halves: list[Tensor], remainders: list[Tensor]) -> list[Tensor]:
-    small, large = _by_size(halves)
+    small, large = _group_by_size(halves)
     joined: dict[int, Tensor] = {i: join(halves[i], remainders[i]) for i in large}
     if small:
-        flat = [_flat([column[i] for i in small]) for column in (halves, remainders)]
+        flat = [_flatten([column[i] for i in small]) for column in (halves, remainders)]
         views = _unflatten_dense_tensors(join(*flat), [halves[i] for i in small])
         joined |= dict(zip(small, views, strict=True))
     return [joined[i] for i in range(len(halves))]
 
 
 def _split(halves: list[Tensor], remainders: list[Tensor], wide: list[Tensor]) -> list[Tensor]:
-    small, large = _by_size(halves)
+    small, large = _group_by_size(halves)
     for i in large:
         new_hi, new_lo = split(wide[i])
         halves[i].copy_(new_hi)
         remainders[i].copy_(new_lo)
     if small:
-        parts = split(_flat([wide[i] for i in small]))
+        parts = split(_flatten([wide[i] for i in small]))
         for column, part in zip((halves, remainders), parts, strict=True):
             live = [column[i] for i in small]
             torch._foreach_copy_(live, list(_unflatten_dense_tensors(part, live)))
     return []
 
 
-def _by_size(halves: list[Tensor]) -> tuple[list[int], list[int]]:
+def _group_by_size(halves: list[Tensor]) -> tuple[list[int], list[int]]:
     """Returns the positions of small tensors, which a CPU converts together, and of all others."""
     small = [i for i, t in enumerate(halves) if t.numel() <= _SMALL and t.is_cpu and t.is_contiguous()]
     known = set(small)
     return small, [i for i in range(len(halves)) if i not in known]
 
 
-def _flat(tensors: list[Tensor]) -> Tensor:
+def _flatten(tensors: list[Tensor]) -> Tensor:
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
@@ -334,7 +334,7 @@ def _stochastic(wide: Tensor, fmt: Format, seed: str, count: Tensor, tensor: int
     return quantize(wide, fmt, overflow="inf", rounding="stochastic", bits=bits)
 
 
-def _over_all(function: Callable[..., list[Tensor]], *lists: Any) -> list[Tensor]:
+def _apply_to_all(function: Callable[..., list[Tensor]], *lists: Any) -> list[Tensor]:
     return (compiled(function) if lists[0][0].device.type == "cuda" else function)(*lists)
 
 

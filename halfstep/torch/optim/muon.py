@@ -74,7 +74,6 @@ class Muon(Optimizer):
         self._shares = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
     def release(self) -> None:
-        """Holds everything as before a policy was applied."""
         super().release()
         self._shares = False
 
@@ -89,7 +88,6 @@ class Muon(Optimizer):
 
     @property
     def note(self) -> str:
-        """How the iteration is computed, and why."""
         device = self.param_groups[0]["params"][0].device
         why = "the policy emulates" if self.emulate else why_torch(device, dtype_of(self.iteration))
         return (
@@ -98,7 +96,6 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def update(self, grads: Grads, found_inf: Tensor | None, scale: Tensor | None) -> None:
-        """Updates every matrix that has a gradient, unless `found_inf` is 1."""
         self.start()
         batches: list[tuple[list[Tensor], dict[str, Any]]] = []  # each with its group
         for group in self.param_groups:

@@ -57,7 +57,7 @@ def work_on_owned(
     for batch, give in zip(batches, inputs, strict=True):
         if own := [p for p in batch if owner[id(p)] == rank]:
             done |= zip(map(id, own), work(give(own)).to(out), strict=True)
-    return _gathered(params, owner, done, ranks, out)
+    return _gather_results(params, owner, done, ranks, out)
 
 
 def _of_shards(
@@ -99,7 +99,7 @@ def _rows(total: int, rank: int, ranks: int) -> int:
     return max(0, min(each, total - rank * each))
 
 
-def _gathered(
+def _gather_results(
     params: Sequence[Tensor], owner: Mapping[int, int], done: Mapping[int, Tensor], ranks: int, out: torch.dtype
 ) -> dict[int, Tensor]:
     """Returns the results of all ranks."""

@@ -63,7 +63,7 @@ class Gathered(Tensor):
             return Gathered(function(args[0].numbers, *args[1:], **kwargs))
         if function is _ATEN._to_copy.default and kwargs.get("dtype") is args[0].numbers.dtype:
             return args[0].numbers
-        return function(*pytree.tree_map(_widened, args), **pytree.tree_map(_widened, kwargs))
+        return function(*pytree.tree_map(_widen, args), **pytree.tree_map(_widen, kwargs))
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["numbers"], None
@@ -76,7 +76,7 @@ class Gathered(Tensor):
         return f"Gathered({tuple(self.shape)}, {self.numbers.dtype})"
 
 
-def _widened(given: Any) -> Any:
+def _widen(given: Any) -> Any:
     return given.numbers.float() if isinstance(given, Gathered) else given
 
 
@@ -102,7 +102,7 @@ class Sharded:
                 hooks |= {key: _outside_of_modes(hook) for key, hook in theirs.items()}
 
     def set_grad_sync(self, now: bool) -> None:
-        """Tells FSDP before a backward pass whether ranks exchange gradients in it or keep them."""
+        """Says to FSDP before a backward pass whether ranks exchange gradients in it or keep them."""
         for module in self.modules:
             module.set_requires_gradient_sync(now, recurse=False)
 

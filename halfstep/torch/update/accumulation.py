@@ -103,7 +103,7 @@ class Accumulation:
 
         A loss that is `normalized` is a share of the update's loss: the sum is divided by nothing.
         """
-        loss = self._checked(loss)
+        loss = self._check_loss(loss)
         check_device(parameters, scale.device)
         self._check_normalized(weight, normalized)
         self.complete = last
@@ -258,7 +258,7 @@ class Accumulation:
                 hint=PREPARE_AGAIN,
             )
 
-    def _checked(self, loss: Tensor) -> Tensor:
+    def _check_loss(self, loss: Tensor) -> Tensor:
         if not isinstance(loss, Tensor):
             raise LossError(
                 f"the loss is a {type(loss).__name__}; it must be a tensor of one number",
@@ -293,7 +293,7 @@ def mark_last(micro_batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
         yield batch, True
 
 
-def checked_pair(given: tuple[Any, ...]) -> tuple[Tensor, Tensor | float]:
+def check_pair(given: tuple[Any, ...]) -> tuple[Tensor, Tensor | float]:
     """Checks what a loss function returned, (the sum of losses, the number of tokens)."""
     if len(given) != 2 or not isinstance(given[0], Tensor):
         kinds = ", ".join(type(item).__name__ for item in given)
@@ -301,10 +301,10 @@ def checked_pair(given: tuple[Any, ...]) -> tuple[Tensor, Tensor | float]:
             f"the loss function returned ({kinds}); a tuple is (the sum of losses, the number of tokens)",
             hint="return the mean loss alone, and keep other values elsewhere",
         )
-    return given[0], checked_weight(given[1])
+    return given[0], check_weight(given[1])
 
 
-def checked_weight(weight: Any) -> Tensor | float:
+def check_weight(weight: Any) -> Tensor | float:
     """Checks a number of tokens: a number that is not negative, or a tensor of one on the device."""
     if isinstance(weight, Tensor):
         if weight.numel() == 1 and not weight.is_complex():

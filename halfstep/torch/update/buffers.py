@@ -27,9 +27,8 @@ class Contents:
 
     def refresh(self) -> None:
         """Lists everything again if a module or parameter was added, removed or replaced."""
-        if not (
-            _same(self._children, _values(self._child_dicts)) and _same(self._held, _values(self._held_dicts))
-        ):
+        children, held = _list_values(self._child_dicts), _list_values(self._held_dicts)
+        if not (_same_objects(self._children, children) and _same_objects(self._held, held)):
             self._list()
 
     def _list(self) -> None:
@@ -40,7 +39,7 @@ class Contents:
                     seen.add(id(child))
                     modules.append(child)
         self._child_dicts, self._held_dicts = [m._modules for m in modules], [m._parameters for m in modules]
-        self._children, self._held = _values(self._child_dicts), _values(self._held_dicts)
+        self._children, self._held = _list_values(self._child_dicts), _list_values(self._held_dicts)
         self.modules: list[nn.Module] = modules
         self.buffer_dicts: list[dict[str, Tensor | None]] = [m._buffers for m in modules]
         self.parameters: list[Tensor] = list({id(p): p for p in self._held if p is not None}.values())
@@ -93,11 +92,11 @@ class Buffers:
 
     def _nothing_written(self) -> bool:
         known, versions = self._settled
-        now = _values(self.contents.buffer_dicts)
-        return _same(known, now) and [b._version for b in now if b is not None] == versions
+        now = _list_values(self.contents.buffer_dicts)
+        return _same_objects(known, now) and [b._version for b in now if b is not None] == versions
 
     def _settle(self) -> None:
-        now = _values(self.contents.buffer_dicts)
+        now = _list_values(self.contents.buffer_dicts)
         uncounted = any(isinstance(m, nn.modules.batchnorm._NormBase) for m in self.contents.modules)
         # Where writes are not counted, there is always something to look at.
         self._settled = (now, [-1] if uncounted else [b._version for b in now if b is not None])
@@ -120,9 +119,9 @@ def _copy(buffer: Tensor) -> BufferCopy:
     return buffer.detach().clone(), buffer, buffer._version
 
 
-def _values(dicts: Sequence[dict[str, Any]]) -> list[Any]:
+def _list_values(dicts: Sequence[dict[str, Any]]) -> list[Any]:
     return list(chain.from_iterable(map(methodcaller("values"), dicts)))
 
 
-def _same(known: list[Any], now: list[Any]) -> bool:
+def _same_objects(known: list[Any], now: list[Any]) -> bool:
     return len(known) == len(now) and all(map(is_, known, now))

@@ -39,11 +39,13 @@ def take_over(run: RunParts, optimizers: State | Sequence[State | None], scaler:
             f"{len(states)} optimizer states were given for {len(run.optimizers)} optimizers",
             hint="pass a list with one for each, None for an optimizer without a saved state",
         )
-    pairs = [(o, s, _matched(run, o, s)) for o, s in zip(run.optimizers, states, strict=True) if s is not None]
-    scale = _scale(run, scaler) if scaler else None
+    pairs = [
+        (o, s, _match_parameters(run, o, s)) for o, s in zip(run.optimizers, states, strict=True) if s is not None
+    ]
+    scale = _read_scale(run, scaler) if scaler else None
     lines = []
     for optimizer, saved, matched in pairs:
-        steps = _put(run, optimizer, saved, matched)
+        steps = _write_state(run, optimizer, saved, matched)
         run.num_applied.fill_(max(steps, int(run.num_applied)))
         lines.append(f"{label(optimizer)}: {len(matched)} parameters after {steps} updates")
     if scale is not None and scaler is not None:
@@ -58,7 +60,9 @@ def take_over(run: RunParts, optimizers: State | Sequence[State | None], scaler:
     return "\n".join(lines)
 
 
-def _matched(run: RunParts, optimizer: torch.optim.Optimizer, saved: State) -> dict[Tensor, dict[str, Any]]:
+def _match_parameters(
+    run: RunParts, optimizer: torch.optim.Optimizer, saved: State
+) -> dict[Tensor, dict[str, Any]]:
     if not {"state", "param_groups"} <= saved.keys():
         raise StateError(
             "this is not a state of a torch optimizer: it lacks `state` or `param_groups`",
@@ -115,7 +119,7 @@ def _check_entry(
 
 
 @torch.no_grad()
-def _put(
+def _write_state(
     run: RunParts, optimizer: torch.optim.Optimizer, saved: State, matched: dict[Tensor, dict[str, Any]]
 ) -> int:
     steps = 0
@@ -138,7 +142,7 @@ def _put(
     return steps
 
 
-def _scale(run: RunParts, scaler: State) -> ScaleState:
+def _read_scale(run: RunParts, scaler: State) -> ScaleState:
     law = run.policy.scale
     if not isinstance(law, DynamicScale):
         raise ScaleStateError(

@@ -107,7 +107,7 @@ class StepGraph:
         run = self.run
         check_graph(why_not(run))
         leaves, form = pytree.tree_flatten(batches)
-        tensors = _checked(leaves, run.device)
+        tensors = _check_leaves(leaves, run.device)
         key = self._key(loss_fn, leaves, form)
         if (places := self._places_now()) != self._places:  # a state was loaded, or the policy changed
             self._captured.clear()
@@ -152,7 +152,7 @@ class StepGraph:
 
     def _capture(self, loss_fn: LossFn, tensors: Sequence[Tensor], leaves: Sequence[Any], form: Any) -> _Graph:
         run, scale = self.run, self._static_scale()
-        static = [_like(t).copy_(t) for t in tensors]
+        static = [_empty_like(t).copy_(t) for t in tensors]
         fed = iter(static)
         batches = pytree.tree_unflatten([next(fed) if isinstance(x, Tensor) else x for x in leaves], form)
         ours: list[Optimizer] = run.optimizers  # type: ignore[assignment]
@@ -163,7 +163,7 @@ class StepGraph:
 
         def work() -> None:
             # Copies: the scale that was used is the static one, which gets its next value now.
-            results.append(_copied(self._plain_step(loss_fn, batches)))
+            results.append(_clone_result(self._plain_step(loss_fn, batches)))
             for now, then in zip(scale, run.scale_state, strict=True):
                 now.copy_(then)
 
@@ -205,7 +205,7 @@ class StepGraph:
             momentum.copy_(muon.momentum_now)
         graph.replay()
         CAPTURED.note_replay()
-        return _copied(graph.result)
+        return _clone_result(graph.result)
 
     def _static_scale(self) -> ScaleState:
         """Puts the run's loss scale where every graph reads it, and writes it."""
@@ -306,7 +306,7 @@ def _identity(function: Any) -> tuple[Any, ...]:
     return (function.__code__, *(x if isinstance(x, int | float | str | None) else _Same(x) for x in seen))
 
 
-def _checked(leaves: Sequence[Any], device: torch.device) -> list[Tensor]:
+def _check_leaves(leaves: Sequence[Any], device: torch.device) -> list[Tensor]:
     """Returns the tensors of micro-batches; refuses what cannot be copied to where a graph reads."""
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     for tensor in tensors:
@@ -324,13 +324,13 @@ def _checked(leaves: Sequence[Any], device: torch.device) -> list[Tensor]:
     return tensors
 
 
-def _like(tensor: Tensor) -> Tensor:
+def _empty_like(tensor: Tensor) -> Tensor:
     """Returns memory for a tensor, with its strides: kernels are chosen by them."""
     if 0 in tensor.stride():  # expanded: several elements in one place cannot be written to
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
-def _copied(result: Any) -> Any:
+def _clone_result(result: Any) -> Any:
     values = {field.name: getattr(result, field.name) for field in fields(result)}
     return replace(result, **{name: value.clone() for name, value in values.items() if value is not None})

@@ -109,7 +109,7 @@ def check_changed(run: RunParts, now: Policy) -> ModelPolicy:
     check_change(run.policy, now, names_of(run.model, None), run.masters.held)
     resolved = resolve(run.model, now)
     check_given(run.optimizers, run.model, resolved)
-    if in_group() and _exchanged(run, run.policy) != _exchanged(run, now):
+    if in_group() and _exchange_values(run, run.policy) != _exchange_values(run, now):
         raise PolicyChangeError(
             f"`{now}` holds or reduces other things than `{run.policy}`, and which gradients DDP averages was "
             "settled when it wrapped the model",
@@ -118,7 +118,7 @@ def check_changed(run: RunParts, now: Policy) -> ModelPolicy:
     return resolved
 
 
-def _exchanged(run: RunParts, policy: Policy) -> list[Value]:
+def _exchange_values(run: RunParts, policy: Policy) -> list[Value]:
     """Returns what a policy says about the exchange of gradients between replicas."""
     values = policy.resolve(names_of(run.model, None))
     held = [values[owner(name)].values["param"] for name in run.masters.held]

@@ -32,7 +32,7 @@ from halfstep.torch.numerics.shards import local_parts
 from halfstep.torch.optim.adamw import Grads
 from halfstep.torch.optim.drivers import check_given
 from halfstep.torch.parallel.ranks import agree, largest, num_ranks
-from halfstep.torch.update.accumulation import checked_pair, checked_weight, divisor, mark_last, mean_loss, times
+from halfstep.torch.update.accumulation import check_pair, check_weight, divisor, mark_last, mean_loss, times
 from halfstep.torch.update.graph import StepGraph
 from halfstep.torch.update.own_steps import OwnSteps
 from halfstep.torch.update.parts import RunParts, device_of
@@ -121,7 +121,7 @@ class Engine(RunParts):
                     self.weight_casts.drop()  # before the backward pass, which frees them one by one
                 weight: Tensor | float | None = None
                 if isinstance(given, tuple):
-                    total, weight = checked_pair(given)
+                    total, weight = check_pair(given)
                     given = total / divisor(weight)
                 self._accumulate(given, weight, last=last)
             return self.update()
@@ -150,7 +150,7 @@ class Engine(RunParts):
                 "a run with graph=True makes whole steps, and backward() is part of one",
                 hint="run.step(loss_fn, micro_batches), or prepare(..., graph=False)",
             )
-        weight = None if weight is None else checked_weight(weight)
+        weight = None if weight is None else check_weight(weight)
         self.user_gradients.detach()
         if self.sharded is not None:  # DDP knows since the forward pass, by its no_sync()
             self.sharded.set_grad_sync(last)

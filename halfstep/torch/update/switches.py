@@ -37,12 +37,12 @@ class Switches:
 
 def fp32_is_fp32() -> bool:
     """Whether fp32 matmuls of this process multiply fp32 numbers."""
-    return not _rounds_to()
+    return not _fp32_rounding()
 
 
 def check_fp32(wanted: Iterable[Precision]) -> None:
     """Refuses a policy that multiplies in fp32 if torch is set to multiply in less."""
-    if (less := _rounds_to()) and any(FP32 in p.formats and not p.emulate for p in wanted):
+    if (less := _fp32_rounding()) and any(FP32 in p.formats and not p.emulate for p in wanted):
         raise PolicyConflictError(
             f"the policy multiplies in fp32, and torch is set to round the operands of fp32 matmuls to {less}",
             hint='torch.set_float32_matmul_precision("highest") before prepare(); TrainingArguments that compile '
@@ -50,7 +50,7 @@ def check_fp32(wanted: Iterable[Precision]) -> None:
         )
 
 
-def _rounds_to() -> str:
+def _fp32_rounding() -> str:
     """Returns what fp32 operands are rounded to; empty if they are not.
 
     torch has two ways to set it, and the getter of the older one raises if the newer one was used.

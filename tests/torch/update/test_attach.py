@@ -14,7 +14,8 @@ from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.run import prepare
 from halfstep.torch.update.parts import check_move
 from tests.refusals import refuses
-from tests.torch.update.test_prepare import ALL, Net, batch, loss_of, same, trained
+from tests.torch.nets import same_by_name
+from tests.torch.update.test_prepare import ALL, Net, batch, loss_of, trained
 
 POLICIES = [
     *("bf16-mixed", "bf16-mixed,param=fp32:split", "bf16-true,param=bf16:stochastic", "fp16-mixed"),
@@ -31,10 +32,10 @@ def test_two_stages_are_one_call_bit_for_bit(policy, name):
     assert run.attach(ALL[name](model)) is run  # made from parameters that are held as the policy says
     results = [run.step(loss_of(model), [batch(2 * s + m) for m in range(2)]) for s in range(3)]
     assert [float(r.loss) for r in results] == losses
-    assert same(run.weights(), once.weights())
-    assert same(run.ema, once.ema)
+    assert same_by_name(run.weights(), once.weights())
+    assert same_by_name(run.ema, once.ema)
     left, right = run.state_dict(), once.state_dict()
-    assert same(left.pop("tensors"), right.pop("tensors"))
+    assert same_by_name(left.pop("tensors"), right.pop("tensors"))
     assert left == right
     assert run.summary() == once.summary()
 
@@ -48,7 +49,7 @@ def test_without_optimizers_a_model_evaluates_and_gives_its_weights(policy):
         with run.evaluation():
             assert torch.equal(model(batch()[0]), plain(batch()[0]))
         assert not torch.equal(narrow, plain(batch()[0]))
-    assert same(run.weights(), dict(plain.named_parameters()))
+    assert same_by_name(run.weights(), dict(plain.named_parameters()))
     assert "no optimizers" in run.summary()
     assert "run.attach" in run.summary()
     assert "not trained" not in run.summary()
@@ -56,9 +57,9 @@ def test_without_optimizers_a_model_evaluates_and_gives_its_weights(policy):
         model.up.weight.mul_(0.3)
         plain.up.weight.mul_(0.3)
     model.load_state_dict(model.state_dict())
-    assert same(run.weights(), dict(plain.named_parameters()))
+    assert same_by_name(run.weights(), dict(plain.named_parameters()))
     assert run.coverage(loss_of(model), batch()) is run.last_coverage
-    assert same(dict(run.unprepare().named_parameters()), dict(plain.named_parameters()))
+    assert same_by_name(dict(run.unprepare().named_parameters()), dict(plain.named_parameters()))
 
 
 TRAINING = {
@@ -97,7 +98,7 @@ def test_gradients_and_buffers_from_before_are_no_part_of_the_first_update():
         run.step(lambda x: model(x).sum(), [torch.randn(2, 4, generator=torch.Generator().manual_seed(1))])
         return run.weights()
 
-    assert same(moved(False), moved(True))
+    assert same_by_name(moved(False), moved(True))
 
 
 def replaced(model):
@@ -165,11 +166,12 @@ def test_a_move_in_between_is_refused_where_the_policy_depends_on_the_device():
         parts = {"choice": choice, "conversion": conversion, "device": torch.device("cpu")}
         check_move(SimpleNamespace(model=model, policy=Policy.parse(policy), **parts), other)
 
-    plain = SimpleNamespace(measured=None, amaxes=None)
+    unmeasured, measured = (SimpleNamespace(narrow=narrow) for narrow in ({}, {"up": True}))
+    plain = SimpleNamespace(measured=unmeasured, amaxes=None)
     for text, choice, conversion, said in (
         ("bf16-mixed", object(), plain, "measured there"),
-        ("bf16-mixed", None, SimpleNamespace(measured=object(), amaxes=None), "measured there"),
-        ("fp8-mixed,emulate=true", None, SimpleNamespace(measured=None, amaxes=object()), "amaxes"),
+        ("bf16-mixed", None, SimpleNamespace(measured=measured, amaxes=None), "measured there"),
+        ("fp8-mixed,emulate=true", None, SimpleNamespace(measured=unmeasured, amaxes=object()), "amaxes"),
     ):
         with refuses(PolicyError, said, "before prepare()"):
             move(text, choice, conversion)

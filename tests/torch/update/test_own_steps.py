@@ -12,8 +12,9 @@ from halfstep.core.errors import HalfstepError
 from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.run import prepare
 from tests.refusals import refuses
+from tests.torch.nets import same_by_name
 from tests.torch.optim.test_drivers import Capturable
-from tests.torch.update.test_prepare import ALL, Net, batch, loss_of, same, sgd, trained
+from tests.torch.update.test_prepare import ALL, Net, batch, loss_of, sgd, trained
 
 KINDS = ALL | {
     "capturable": lambda m: Capturable(m.parameters()),
@@ -65,7 +66,7 @@ def by_the_run(policy, make, bad=(), steps=4):
 
 def same_state(left, right):
     left, right = left.state_dict(), right.state_dict()
-    tensors = same(left.pop("tensors"), right.pop("tensors"))
+    tensors = same_by_name(left.pop("tensors"), right.pop("tensors"))
     for state in (left, right):
         for groups in state["groups"]:
             for group in groups:
@@ -78,7 +79,7 @@ def same_state(left, right):
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the first step was skipped
 def test_a_plain_loop_makes_the_updates_of_the_run_bit_for_bit(name, bad):
     plain, run = in_a_plain_loop("bf16-mixed", KINDS[name], bad), by_the_run("bf16-mixed", KINDS[name], bad)
-    assert same(plain.weights(), run.weights())
+    assert same_by_name(plain.weights(), run.weights())
     assert same_state(plain, run)
     assert int(plain.num_applied) == 4 - len(bad)
 
@@ -103,7 +104,7 @@ def test_gradients_that_the_loop_sums_and_clips_are_the_gradients():
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
     assert clipped == 3
-    assert same(run.weights(), dict(model.named_parameters()))
+    assert same_by_name(run.weights(), dict(model.named_parameters()))
 
 
 REFUSED = {
@@ -127,7 +128,7 @@ def test_where_it_cannot_be_exact_it_is_refused_and_nothing_moves(said):
     loss_of(model)(batch()).backward()
     with refuses(HalfstepError, said, "run.step(", "run.update()"):
         run.optimizers[0].step()
-    assert same(run.weights(), before)
+    assert same_by_name(run.weights(), before)
     assert said in run.summary()
     assert not bool(run.step(loss_of(model), [batch()]).skipped)
 
@@ -208,14 +209,14 @@ def test_buffers_of_a_step_that_is_not_finite_are_restored_and_a_scheduler_may_w
     before = copy.deepcopy(model.state_dict())
     model(torch.full((3, 4), math.nan)).sum().backward()
     optimizer.step()
-    assert same(model.state_dict(), before)
+    assert same_by_name(model.state_dict(), before)
     assert model[1].weight.grad.isnan().any()  # as the backward pass left it
     assert not run.scheduler_step(scheduler)
     optimizer.zero_grad()
     model(torch.randn(3, 4)).sum().backward()
     optimizer.step()
     assert run.scheduler_step(scheduler)
-    assert not same(model.state_dict(), before)
+    assert not same_by_name(model.state_dict(), before)
 
 
 def test_a_copied_run_watches_its_own_optimizers_and_a_run_that_nobody_keeps_still_does():
@@ -231,7 +232,7 @@ def test_a_copied_run_watches_its_own_optimizers_and_a_run_that_nobody_keeps_sti
     before = copy.deepcopy(model.state_dict())
     loss_at(model, NAN, (NAN,)).backward()
     optimizer.step()
-    assert same(model.state_dict(), before)
+    assert same_by_name(model.state_dict(), before)
     twin = copy.deepcopy(prepare(Net(), "bf16-mixed"))
     assert not bool(twin.attach(sgd(twin.model)).step(loss_of(twin.model), [batch()]).skipped)
 
