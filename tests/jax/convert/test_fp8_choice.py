@@ -8,7 +8,6 @@ import pytest
 
 from halfstep.config.load import load
 from halfstep.core.choice import Support
-from halfstep.core.choice.layers import BUDGET
 from halfstep.core.errors import HalfstepError, RunStateError
 from halfstep.core.policy import Policy
 from halfstep.jax import init, load_state_dict, make_step, state_dict, summary
@@ -83,10 +82,8 @@ def test_the_first_step_times_each_size_once_and_runs_narrow_what_is_faster(monk
     assert wide == narrow.widened() != narrow
     text = summary(state)
     assert "(again, up): computes in bf16, multiplies in e4m3, with gradients in e5m2" in text
-    assert "(measured: 0.4 ms in e4m3 and e5m2, 1 ms in bf16)" in text
     assert "(down): computes in bf16, weight gradients in fp32 (measured: 0.99 ms in e4m3 and e5m2" in text
-    assert "measured: 2 of the 4 matmuls that rules name are faster in e4m3 and e5m2, the others stay bf16" in text
-    assert f"3 sizes timed compiled in 0.0 s of at most {BUDGET:g} s, at 24 tokens" in text
+    assert f"measured: {state.measured.description}" in text
     why = {row.module: row.why for row in STEP.coverage(state, BATCH).rows if row.function == "dot_general"}
     assert why["up"].startswith("multiplies in e4m3, weight gradients in fp32 (measured: 0.4 ms")
     assert why["head"].startswith("multiplies in bf16, weight gradients in fp32 (measured: 2 ms")
