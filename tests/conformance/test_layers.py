@@ -114,7 +114,7 @@ def island(name, x, rest):
     return e / e.sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize(("fmt", "emulate"), HALVES)
+@pytest.mark.parametrize(("fmt", "emulate"), [(FP32, False), *HALVES])
 @pytest.mark.parametrize(("name", "count"), [("rms_norm", 1), ("layer_norm", 2), ("softmax", 0)])
 def test_an_island_is_fp32_inside_and_compute_outside(backend, name, count, fmt, emulate):
     """Large, offset inputs: inside bf16 a mean or a sum of squares would be off by far more than one rounding."""
@@ -140,6 +140,10 @@ def test_an_island_is_fp32_inside_and_compute_outside(backend, name, count, fmt,
         slope = ((island(name, x + moved, rest) - island(name, x - moved, rest)) * cotangent).sum() / (2 * step)
         size = np.abs(cotangent[index[0]]).max() * np.abs(exact).max()
         assert abs(grads[0][1][index] - slope) <= unit(fmt) * abs(slope) + 64 * 32 * U32 * size + 1e-6
+    normalized = island(name, x, [np.ones(64), np.zeros(64)])
+    largest = np.abs(cotangent).sum(0).max() * np.abs(normalized).max()
+    for (_, found), slope in zip(grads[1:], (cotangent * normalized, cotangent), strict=False):
+        assert (np.abs(found - slope.sum(0)) <= 64 * 32 * U32 * largest).all()
 
 
 @pytest.mark.parametrize(("fmt", "emulate"), HALVES)
