@@ -6,7 +6,7 @@ The decoder holds no parameters and a policy does not change it: it is a functio
 Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from jax import Array
 from halfstep.config.model import ModelConfig, module_names, parameter_shapes
 from halfstep.config.model import rope_tables as rope_tables
 from halfstep.config.weights import Weights
-from halfstep.core.choice.layers import Measured
+from halfstep.core.choice.layers import NO_LAYERS, Measured
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions
 from halfstep.jax.fp8 import PREFIX
@@ -38,34 +38,26 @@ from halfstep.jax.layers import (
     with_weight_grad_format,
 )
 
-_FP32 = Precision()
-
 Angles = tuple[Array, Array]
 At = Callable[[str], Precision]
 """Returns the formats of a module by its name."""
 
 
 class Decoder(Layer):
-    """A decoder-only transformer. Modules that `precisions` does not name run in `base`."""
+    """A decoder-only transformer whose modules run in the formats that `at` returns for their names."""
 
     def __init__(
         self,
         config: ModelConfig,
-        precisions: Mapping[str, Precision] | None = None,
-        base: Precision = _FP32,
+        at: At = lambda name: Precision(),
         *,
         recompute: bool = False,
         lean: bool = False,
     ):
-        super().__init__("", base)
+        super().__init__("", at(""))
         self.config = config
         self.recompute = recompute  # the backward pass runs blocks again instead of keeping their activations
         self.lean = lean  # the backward pass keeps what matmuls and attention return, and computes the rest again
-        by_name = dict(precisions or {})
-
-        def at(name: str) -> Precision:
-            return by_name.get(name, base)
-
         self.embed = Embedding("embed", at("embed"))
         self.positions = Embedding("positions", at("positions")) if config.positions == "learned" else None
         self.embed_norm = _norm(config, "embed_norm", at) if config.embedding_norm else None
@@ -118,9 +110,9 @@ class Decoder(Layer):
         `measured` are the layers that stay wide because that is faster.
         """
         loose = [name for name in parameter_shapes(self.config) if "." not in name]
-        by_name = precisions(policy, [*self.module_names(), *loose])
-        by_name = by_name if measured is None else measured.widen(by_name)
-        return Decoder(self.config, by_name, base_precision(policy), recompute=self.recompute, lean=self.lean)
+        by_name = (measured or NO_LAYERS).widen(precisions(policy, [*self.module_names(), *loose]))
+        base = base_precision(policy)
+        return Decoder(self.config, lambda name: by_name.get(name, base), recompute=self.recompute, lean=self.lean)
 
     def set_weights(self, weights: Weights) -> dict[str, Array]:
         """Returns every parameter at the value given for its name."""
