@@ -96,23 +96,19 @@ def test_formats_that_the_hardware_lacks_have_a_reason():
     assert all(unsupported_formats([BF16, E4M3], "cpu").values())
 
 
-def test_options_are_timed_and_what_no_kernel_runs_is_never_chosen():
+def test_options_are_timed_and_what_no_kernel_runs_is_never_chosen(monkeypatch):
     study = trial(models.net, "fp32").study()
     policies = {"base": Policy.parse("fp32"), "narrow": Policy.parse("fp32; 0: compute=e4m3,grad=e5m2")}
     times = time_options(study, study.layers[0], policies, compiled=False)
     assert 0 < times["base"] < math.inf
     assert times["narrow"] > 0
 
-
-def test_what_no_kernel_runs_costs_more_than_anything(monkeypatch):
     def timer(work, precisions):
         if any(precision.narrow for precision in precisions):
             raise RuntimeError("no kernel")
         return [0.5 for _ in precisions]
 
     monkeypatch.setattr("halfstep.torch.instruments.tuning.time_layer", timer)
-    study = trial(models.net, "fp32").study()
-    policies = {"base": Policy.parse("fp32"), "narrow": Policy.parse("fp32; 0: compute=e4m3,grad=e5m2")}
     times = time_options(study, study.layers[0], policies, compiled=False)
     assert times == {"base": 0.5, "narrow": math.inf}
 

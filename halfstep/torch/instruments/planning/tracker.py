@@ -145,12 +145,6 @@ def _segment(size: int) -> int:
 # --- the tracker
 
 _ATEN = torch.ops.aten
-# What the backward pass of fused attention adds up in fp32 beside its results: the gradient of the queries.
-ATTENTION_BACKWARD = {
-    "_scaled_dot_product_flash_attention_backward",
-    "_scaled_dot_product_cudnn_attention_backward",
-    "_scaled_dot_product_efficient_attention_backward",
-}
 # Ours, of several matmuls (loss/): a linear layer with its loss in chunks, and
 # the gradients of one; what is multiplied, if not what is given.
 GRADIENTS = "coded_gradients"
@@ -298,8 +292,8 @@ def _works_of_fused(name: str, args: Any, phase: str) -> list[Work]:
 
 def memory_inside(name: str, args: Any) -> int:
     """Returns the bytes that an operation holds while it runs: of `FUSED`, logits of a chunk, and codes."""
-    if name in ATTENTION_BACKWARD:
-        return 4 * int(args[1].numel())
+    if "attention" in name and "backward" in name:
+        return 4 * int(args[1].numel())  # the gradient of the queries, which is summed in fp32
     if name not in FUSED:
         return 0
     rows, w = args[1:3] if name == GRADIENTS else args[:2]

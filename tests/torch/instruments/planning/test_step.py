@@ -164,16 +164,12 @@ def test_a_format_the_gpu_lacks_is_refused():
         trace(policy="fp8-mixed", on=A100)
 
 
-def test_the_meta_device_is_itself_again_afterwards():
-    trace_factory(factory, Policy.parse("fp32"), H200, compiled=False)
+def test_a_third_party_model_is_planned_with_a_loss_scale_and_the_meta_device_is_itself_again():
+    traced = trace_factory(factory, Policy.parse("fp16-mixed"), H200, compiled=False)
+    assert {w.format for w in traced.work if w.kind == "matmul"} == {"fp16"}
     tensor = torch.empty(2, device="meta")
     assert tensor.is_meta
     assert not tensor.is_cuda
-
-
-def test_a_foreign_model_is_planned_with_a_loss_scale():
-    traced = trace_factory(factory, Policy.parse("fp16-mixed"), H200, compiled=False)
-    assert {w.format for w in traced.work if w.kind == "matmul"} == {"fp16"}
 
 
 class Attention(nn.Module):
