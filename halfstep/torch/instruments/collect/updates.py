@@ -94,12 +94,9 @@ class UpdateWatch:
         parts: list[dict[str, Tensor]] = []
         for each in pending:
             state = self._state(optimizer.state.get(each.parameter, {}), each.parameter)
+            after = self._part(stored_values(each.parameter))
             parts.append(
-                {
-                    "weight": each.before,
-                    "after": self._part(stored_values(each.parameter)),
-                    "gradient": each.gradient,
-                }
+                {"weight": each.before, "after": after, "gradient": each.gradient}
                 | {f"state.{key}": value for key, value in state.items()}
                 | {f"earlier.{key}": value for key, value in each.earlier.items()}
             )
@@ -127,11 +124,8 @@ class UpdateWatch:
         if watched is None:
             return None
         moved = bool((self._part(stored_values(parameter)) != watched.first).any())
-        gradient = watched.counts.gradient
-        if watched.gradient is not None:
-            gradient = int(bool(watched.gradient != 0))
-        own = UpdateCounts(gradient=gradient - watched.counts.gradient, moved=moved)
-        return watched.counts.merge(own)
+        gradient = 0 if watched.gradient is None else int(bool(watched.gradient != 0))
+        return watched.counts.merge(UpdateCounts(gradient=gradient, moved=moved))
 
     def _note_wide(self, wide: list[tuple[_Watched, Tensor]]) -> None:
         if not wide:
