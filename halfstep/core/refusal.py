@@ -1,5 +1,6 @@
 """Refuses what a backend cannot run, by name, before anything changes, and says what runs instead."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral, Real
@@ -138,6 +139,31 @@ def step_error(loss_fn: Any, micro_batches: Any) -> HalfstepError:
     return BatchError(
         f"micro_batches is one `{type(micro_batches).__name__}`: its rows or keys would be the batches",
         hint="put a single batch into a list: run.step(loss_fn, [batch])",
+    )
+
+
+def call_error(loss_fn: Callable[..., Any], micro_batches: Any, array: type) -> HalfstepError | None:
+    """Returns the error behind a first call of `loss_fn` that failed, if the step was not called as it must be."""
+    try:
+        signature = inspect.signature(loss_fn)
+    except ValueError:  # of a builtin
+        return None
+    try:
+        signature.bind(None)
+    except TypeError:
+        return ArgumentError(
+            f"loss_fn takes {signature}, and is called with one argument, a micro-batch",
+            hint="let it see the model, and take a batch apart itself: "
+            "run.step(lambda batch: loss_fn(model, *batch), [batch])",
+        )
+    given = [*micro_batches] if isinstance(micro_batches, tuple | list) else []
+    arrays: list[Any] = [each for each in given if isinstance(each, array)]
+    if len({(each.shape, each.dtype) for each in arrays}) < 2:
+        return None
+    shapes = " and ".join(str(tuple(each.shape)) for each in arrays[:2])
+    return BatchError(
+        f"micro_batches holds arrays of the shapes {shapes}: each is taken for a micro-batch",
+        hint="if (x, y) is one batch, put it into a list: run.step(loss_fn, [(x, y)])",
     )
 
 

@@ -50,6 +50,26 @@ def test_one_batch_is_not_taken_for_several_nor_for_the_loss(batches):
         r.step(batches, loss_of(r))
 
 
+def test_calls_as_of_another_trainer_are_explained():
+    """A tuple (x, y) is two micro-batches to a step, and a loss function gets a micro-batch and no model."""
+    r = run()
+    inputs, targets = data(3), data(2).sum(1)
+    with refuses(HalfstepError, "shapes (3, 4) and (2,): each is taken for a micro-batch", "[(x, y)]"):
+        r.step(lambda batch: (r.model(batch[0]) - batch[1]).square().mean(), (inputs, targets))
+    with refuses(HalfstepError, "loss_fn takes (model, batch), and is called with one", "lambda batch: loss_fn("):
+        r.step(lambda model, batch: model(batch).mean(), [inputs])
+    with pytest.raises(ZeroDivisionError):  # what is wrong with a loss is its own affair
+        r.step(lambda batch: 1 / 0, [inputs])
+
+
+def test_a_graph_can_be_kept_for_another_pass():
+    r = run()
+    loss = r.model(data(1)).sum()
+    r.backward(loss, last=False, retain_graph=True)
+    r.backward(loss)
+    assert torch.equal(r.update().loss, loss)
+
+
 def test_an_update_needs_gradients_tokens_and_the_last_micro_batch():
     with pytest.raises(GradientsError):
         run().update()

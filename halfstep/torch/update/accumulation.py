@@ -98,6 +98,7 @@ class Accumulation:
         *,
         last: bool,
         normalized: bool = False,
+        retain_graph: bool = False,
     ) -> None:
         """Adds the gradient of a micro-batch's mean loss, times the scale; `weight` is None or was checked.
 
@@ -122,7 +123,8 @@ class Accumulation:
             # Among ranks, sums that are not exchanged yet are the engine's: this micro-batch is weighted, not what
             # is there. A number stays a number: putting it on the device would wait.
             share = weight / cast(float, self._reference)
-        self._backward(loss.float() * (share * scale) if self._scaled else times(loss.float(), share))
+        scaled = loss.float() * (share * scale) if self._scaled else times(loss.float(), share)
+        self._backward(scaled, retain_graph)
         weighted = share * loss.detach().float()
         self.losses = weighted if first else self.losses + weighted
         self.weights = 1.0 if normalized else self.weights + share
@@ -160,13 +162,13 @@ class Accumulation:
             )
         self._normalized = normalized
 
-    def _backward(self, loss: Tensor) -> None:
+    def _backward(self, loss: Tensor, retain_graph: bool) -> None:
         """Runs the backward pass in this thread, unless the model is on several devices, each of which gets one.
 
         Autograd has a thread for each GPU. To wake it and to hand Python over takes a fifth of a small pass.
         """
         with torch.autograd.set_multithreading_enabled(self._several_devices):
-            loss.backward()
+            loss.backward(retain_graph=retain_graph)
 
     def _weigh_sums(self, weight: Tensor | float, scale: Tensor, parameters: Sequence[Tensor]) -> Tensor | float:
         """Makes a micro-batch's weight the reference of all sums; returns its own: 1, or 0 without tokens."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from halfstep.core.errors import RunStateError
 from halfstep.core.formats import FP32
-from halfstep.core.refusal import step_error
+from halfstep.core.refusal import call_error, step_error
 from halfstep.core.scaling import DynamicScale, NoScale
 from halfstep.torch.convert.apply import set_precision
 from halfstep.torch.convert.resolve import resolve
@@ -126,9 +126,12 @@ class Engine(RunParts):
                 self._accumulate(given, weight, last=last)
             return self.update()
         except BaseException as error:
+            begun = self.accumulation.begun
             self.forget()  # half a sum must not become part of the next
             if isinstance(error, Exception):
                 self.masters.check_writes()  # a parameter that was resized is the reason, not where it failed
+                if not begun and (explained := call_error(loss_fn, micro_batches, Tensor)) is not None:
+                    raise explained from error
             raise
         finally:
             self.drop_casts()
@@ -136,13 +139,20 @@ class Engine(RunParts):
                 self.set_grad_sync(True)
 
     def backward(
-        self, loss: Tensor, *, weight: Tensor | float | None = None, last: bool = True, normalized: bool = False
+        self,
+        loss: Tensor,
+        *,
+        weight: Tensor | float | None = None,
+        last: bool = True,
+        normalized: bool = False,
+        retain_graph: bool = False,
     ) -> None:
         """Adds the gradient of a micro-batch's mean loss; `weight` is its number of tokens, if it is not the same.
 
         `last` is False on all micro-batches of an update but the last: replicas exchange gradients once.
         `normalized` says that each loss is already its share of the update's loss, such as a sum over tokens
-        divided by the tokens of all micro-batches: gradients are summed, and divided by nothing.
+        divided by the tokens of all micro-batches: gradients are summed, and divided by nothing. `retain_graph` is
+        that of `Tensor.backward`.
         """
         self._check_trains()
         if self.graph is not None:
@@ -156,17 +166,15 @@ class Engine(RunParts):
             self.sharded.set_grad_sync(last)
         elif self.policy.reduce != FP32:
             self.wrappers()
-        self._accumulate(loss, weight, last=last, normalized=normalized)
+        self._accumulate(loss, weight, last=last, normalized=normalized, retain_graph=retain_graph)
         self.user_gradients.publish(self.parameters, last=last)
 
-    def _accumulate(
-        self, loss: Tensor, weight: Tensor | float | None, *, last: bool, normalized: bool = False
-    ) -> None:
+    def _accumulate(self, loss: Tensor, weight: Tensor | float | None, *, last: bool, **options: bool) -> None:
         """Runs the backward pass of a micro-batch, whose weight was checked."""
         if self.watching is not None:
             self.watching.before_backward()
         scale = self.scale_state.scale
-        self.accumulation.add(loss, weight, scale, self.parameters, last=last, normalized=normalized)
+        self.accumulation.add(loss, weight, scale, self.parameters, last=last, **options)
         if self.watching is not None:
             self.watching.after_backward()
 
