@@ -114,6 +114,13 @@ class Loaded:
 
 def save(folder: Path, step: int, arrays: Mapping[str, Stored], meta: Mapping[str, Any]) -> Path:
     """Writes a checkpoint and returns its folder. Writing the same again changes nothing; others are an error."""
+    return write(folder, step, arrays, meta)[0]
+
+
+def write(
+    folder: Path, step: int, arrays: Mapping[str, Stored], meta: Mapping[str, Any]
+) -> tuple[Path, Mapping[str, Any]]:
+    """Writes a checkpoint as `save` does; returns its folder and its manifest."""
     target = folder / f"step-{step:06d}"
     partial = target.with_name(f"{target.name}.partial")
     for name, each in arrays.items():
@@ -129,11 +136,10 @@ def save(folder: Path, step: int, arrays: Mapping[str, Stored], meta: Mapping[st
             write_tensors(partial / STATE, arrays)
             files = {STATE: describe_file(partial / STATE, just_written=True)}
             own = {"format": FORMAT, "step": step, "files": files, "tensors": table(arrays)}
-            put_in_place(partial, target, write_manifest(partial, own, meta))
+            return target, put_in_place(partial, target, write_manifest(partial, own, meta))
     except Exception:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return target
 
 
 @contextmanager
@@ -161,16 +167,20 @@ def open_folder(folder: Path, target: Path) -> None:
         flush(folder.parent)
 
 
-def put_in_place(partial: Path, target: Path, written: Mapping[str, Any]) -> None:
-    """Gives a complete checkpoint its name, unless the same is there; a damaged one is set aside for it."""
+def put_in_place(partial: Path, target: Path, written: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Gives a complete checkpoint its name, unless the same is there; a damaged one is set aside for it.
+
+    Returns the manifest of the one that has the name then.
+    """
     if target.exists() and _is_intact(target):
-        _check_same(target, written)
+        there = _check_same(target, written)
         shutil.rmtree(partial)
-        return
+        return there
     if target.exists():
         set_aside(target)
     os.rename(partial, target)
     flush(target.parent)
+    return written
 
 
 def load(
@@ -380,8 +390,9 @@ def _as_text(manifest: Mapping[str, Any]) -> bytes:
     return json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
-def _check_same(target: Path, written: Mapping[str, Any]) -> None:
-    there, here = read_manifest(target)["files"], written["files"]
+def _check_same(target: Path, written: Mapping[str, Any]) -> Mapping[str, Any]:
+    manifest = read_manifest(target)
+    there, here = manifest["files"], written["files"]
     if there.keys() != here.keys():
         raise CheckpointWriteError(
             f"`{target}` is there already, written by another number of processes",
@@ -394,6 +405,7 @@ def _check_same(target: Path, written: Mapping[str, Any]) -> None:
                 f"one's {entry['sha256']}",
                 hint="another run wrote it: choose another folder with `--out`, or remove it",
             )
+    return manifest
 
 
 def num_rows(shape: Sequence[int]) -> int:

@@ -221,13 +221,14 @@ class Saver:
             if self.ranks == 1:
                 arrays = read()
                 size = sum(memoryview(data).nbytes for _, _, data in arrays.values())
-                path = checkpoint.save(self.folder, step, arrays, meta)
+                path, manifest = checkpoint.write(self.folder, step, arrays, meta)
             else:
                 place, token = (self.folder, step), f"{self.token}-{self._number}"
                 path = save_part(*place, read, meta, rank=self.rank, ranks=self.ranks, token=token)
+                if self.rank == 0:
+                    manifest = checkpoint.read_manifest(path)
+                    size = sum(file["bytes"] for file in manifest["files"].values())
             if self.rank == 0:
-                manifest = checkpoint.read_manifest(path)
-                size = size or sum(file["bytes"] for file in manifest["files"].values())
                 self._known[path] = Candidate.of(path, manifest)
                 prune(self.folder, self.retention, good, self._known)
         except HalfstepError as error:

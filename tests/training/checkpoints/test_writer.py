@@ -29,13 +29,13 @@ def taken(step):
 
 @pytest.fixture
 def slow(monkeypatch):
-    gate, real = threading.Event(), checkpoint.save
+    gate, real = threading.Event(), checkpoint.write
 
     def save(*args):
         assert gate.wait(10)
         return real(*args)
 
-    monkeypatch.setattr(checkpoint, "save", save)
+    monkeypatch.setattr(checkpoint, "write", save)
     return gate
 
 
@@ -170,7 +170,7 @@ def ask(checkpointer, deadline=None, seconds_ago=0.0):
 @pytest.mark.parametrize(("enough", "number"), [(0.0, 1), (60.0, 0)])
 def test_saves_that_training_waits_for_are_one_warning(checkpointer, monkeypatch, enough, number):
     monkeypatch.setattr(checkpointing, "LONG", enough)
-    turns, real, settle = threading.Semaphore(0), checkpoint.save, checkpointer.wait
+    turns, real, settle = threading.Semaphore(0), checkpoint.write, checkpointer.wait
 
     def save(*args):
         assert turns.acquire(timeout=60)
@@ -181,7 +181,7 @@ def test_saves_that_training_waits_for_are_one_warning(checkpointer, monkeypatch
             turns.release()
         return settle()
 
-    monkeypatch.setattr(checkpoint, "save", save)
+    monkeypatch.setattr(checkpoint, "write", save)
     monkeypatch.setattr(checkpointer, "wait", wait)
     checkpointer.save(1)
     assert events_of(checkpointer) == []  # taking the snapshot is no waiting for a disk

@@ -179,7 +179,7 @@ def test_a_disk_that_refuses_the_note_of_an_evaluation_stops_nothing(text, tmp_p
 
 
 def test_a_rollback_forgets_the_evaluations_of_the_weights_it_gives_up(text, tmp_path, monkeypatch):
-    loop, save, refused = start(text, tmp_path / "run", ROLLBACK), checkpoint.save, []
+    loop, save, refused = start(text, tmp_path / "run", ROLLBACK), checkpoint.write, []
 
     def once(folder, step, *rest):
         if step == 12 and not refused:
@@ -187,7 +187,7 @@ def test_a_rollback_forgets_the_evaluations_of_the_weights_it_gives_up(text, tmp
             raise CheckpointError("a full disk")
         return save(folder, step, *rest)
 
-    monkeypatch.setattr(checkpoint, "save", once)
+    monkeypatch.setattr(checkpoint, "write", once)
     at_step(loop, 11, lambda: loop.checkpointer._held_out.update({12: 1.0}))
     poison(loop, range(10, 13), 10.0)
     assert loop.run().finished

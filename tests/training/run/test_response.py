@@ -190,7 +190,7 @@ def test_a_rollback_leaves_the_run_that_never_saw_the_data(text, tmp_path):
 
 
 def test_a_rollback_waits_for_the_checkpoint_that_is_being_written(text, tmp_path, monkeypatch):
-    out, saves, real = tmp_path / "run", [], checkpoint.save
+    out, saves, real = tmp_path / "run", [], checkpoint.write
 
     def slow(folder, step, *rest):
         saves.append(step)
@@ -198,7 +198,7 @@ def test_a_rollback_waits_for_the_checkpoint_that_is_being_written(text, tmp_pat
             time.sleep(0.3)
         return real(folder, step, *rest)
 
-    monkeypatch.setattr(checkpoint, "save", slow)
+    monkeypatch.setattr(checkpoint, "write", slow)
     assert poison(start(text, out, ROLLBACK), range(10, 13), 10.0).run().finished
     assert saves == [4, 8, 12, 12, 16, 20]
     assert events_of(out, "save_failed") == []
@@ -302,13 +302,13 @@ def test_a_folder_in_use_is_refused_until_its_run_is_over_and_a_refused_resume_f
 
 
 def test_a_folder_stays_in_use_while_what_a_deadline_left_behind_is_still_written(text, tmp_path, monkeypatch):
-    gate, real = threading.Event(), checkpoint.save
+    gate, real = threading.Event(), checkpoint.write
 
     def slow(*args):
         assert gate.wait(20)
         return real(*args)
 
-    monkeypatch.setattr(checkpoint, "save", slow)
+    monkeypatch.setattr(checkpoint, "write", slow)
     loop = start(text, tmp_path / "run", "training.save_every=1", deadline=0.2)
     outcome = before_step(loop, stop).run()
     assert (outcome.step, outcome.saved) == (1, None)
