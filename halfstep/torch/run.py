@@ -37,7 +37,7 @@ from halfstep.torch.numerics.split.parameter import copying_run
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.parallel.ranks import exclude_from_ddp
 from halfstep.torch.update.from_amp import State, take_over
-from halfstep.torch.update.prepare import CarriedState, check_changed, measured_choice, prepare_as
+from halfstep.torch.update.prepare import carry_state, check_changed, measured_choice, prepare_as
 from halfstep.torch.update.step import AVERAGES, WHOLE, Engine, LossFn, Optimizers, StepResult
 from halfstep.torch.update.summary import summarize
 from halfstep.torch.update.switches import check_fp32
@@ -216,15 +216,14 @@ class Run(Engine):
             policy, lambda: measured_choice(self.model, tokens), describe(self.device)
         )
         check_fp32(check_changed(self, now).wanted)
-        carried, before = CarriedState(self), (self.policy, self.choice, self.note)
-        self.unprepare()
-        try:
-            self._begin(now, choice, note, tokens)
-        except HalfstepError:  # the model or its device cannot run it
-            self._begin(*before, tokens)
-            raise
-        finally:
-            carried.restore(self)
+        before = self.policy, self.choice, self.note
+        with carry_state(self):
+            self.unprepare()
+            try:
+                self._begin(now, choice, note, tokens)
+            except HalfstepError:  # the model or its device cannot run it
+                self._begin(*before, tokens)
+                raise
         return self
 
     def _begin(self, policy: Policy, choice: Choice | None, note: str, tokens: int) -> None:

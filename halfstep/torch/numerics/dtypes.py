@@ -70,8 +70,9 @@ def describe(device: torch.device | str) -> Device:
         case "cuda":
             return _describe_cuda(device)
         case "xpu":
-            name = _check_available(device, torch.xpu.is_available()) and torch.xpu.get_device_name(device)
-            return Device("intel", str(name), architecture=_intel_architecture(str(name)))
+            _check_available(device, torch.xpu.is_available())
+            name = torch.xpu.get_device_name(device)
+            return Device("intel", name, architecture=_intel_architecture(name))
         case "mps":
             _check_available(device, torch.backends.mps.is_available())
             name = sysctl("machdep.cpu.brand_string") or "Apple GPU"
@@ -143,13 +144,12 @@ def as_device(device: torch.device | str) -> torch.device:
         ) from None
 
 
-def _check_available(device: torch.device, present: bool) -> bool:
+def _check_available(device: torch.device, present: bool) -> None:
     if not present:
         raise DeviceError(
             f"torch {torch.__version__} finds no `{device.type}` device here",
             hint="`cpu` is always there; an accelerator needs its driver and a torch built for it",
         )
-    return True
 
 
 def _describe_cuda(device: torch.device) -> Device:

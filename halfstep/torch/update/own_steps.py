@@ -65,12 +65,8 @@ class OwnSteps:
 
     def hooks(self) -> list[Any]:
         """Registers the hooks; returns their handles."""
-        handles: list[Any] = []
-        for driver in self.run.drivers:
-            optimizer = driver.optimizer
-            handles.append(optimizer.register_step_pre_hook(partial(self._begin, driver)))
-            handles.append(optimizer.register_step_post_hook(partial(self._end, driver)))
-        return handles
+        befores = [d.optimizer.register_step_pre_hook(partial(self._begin, d)) for d in self.run.drivers]
+        return befores + [d.optimizer.register_step_post_hook(partial(self._end, d)) for d in self.run.drivers]
 
     @torch.no_grad()
     def _begin(self, driver: Driver, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -4,6 +4,8 @@ And another policy in the middle of a run: what is refused, and what the run kee
 model, and moments, which are in the optimizers.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -125,28 +127,24 @@ def _exchange_values(run: RunParts, policy: Policy) -> list[Value]:
     return [policy.accumulate, policy.reduce, *held]
 
 
-class CarriedState:
-    """What a run keeps: averages, counts, and what two policies have in common of scales and measurements."""
+@contextmanager
+def carry_state(run: RunParts) -> Iterator[None]:
+    """Inside, a run begins under another policy; it keeps averages, counts, and what the two have in common.
 
-    def __init__(self, run: RunParts):
-        self.policy = run.policy
-        self.counts = run.num_applied, run.skipped
-        self.scale_state = run.scale_state
-        self.wrappers = run.found_wrappers  # DDP takes what is to be sent once, and both send the same
-        self.averages: dict[str, Tensor] = {} if run.averages is None else run.averages.named()
-        self.amaxes: dict[str, Tensor] = {} if run.amaxes is None else run.amaxes.named()
-        self.narrow = run.conversion.measured.narrow
-
-    def restore(self, run: RunParts) -> None:
-        """Gives it to the run under its new policy; amaxes of layers that both delay are among it."""
-        run.num_applied, run.skipped = self.counts
-        run.found_wrappers = self.wrappers
-        if run.policy.scale == self.policy.scale:
-            run.scale_state = self.scale_state
-        pairs = [(run.averages, self.averages), (run.amaxes, self.amaxes)]
-        for now, before in pairs:
+    That is the scale, amaxes of layers that both delay, and what was measured.
+    """
+    policy, scale_state, narrow = run.policy, run.scale_state, run.conversion.measured.narrow
+    kept = run.num_applied, run.skipped, run.found_wrappers  # of DDP, to which both policies send the same
+    named: list[dict[str, Tensor]] = [{} if t is None else t.named() for t in (run.averages, run.amaxes)]
+    try:
+        yield
+    finally:
+        run.num_applied, run.skipped, run.found_wrappers = kept
+        if run.policy.scale == policy.scale:
+            run.scale_state = scale_state
+        for now, before in zip((run.averages, run.amaxes), named, strict=True):
             for name, value in ({} if now is None else now.named()).items():
                 if name in before:
                     value.copy_(before[name])
-        if run.policy == self.policy and self.narrow:
-            run.conversion = adopt(run.model, run.conversion, self.narrow)
+        if run.policy == policy and narrow:
+            run.conversion = adopt(run.model, run.conversion, narrow)

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import cast
 
 import torch
-from torch import nn
 
 from halfstep.core.audit.coverage import some
 from halfstep.core.formats import FP16, FP32
@@ -106,14 +105,10 @@ def _given(run: RunParts) -> Iterator[str]:
             "in fp32 has them in full"
         )
     modules = dict(run.model.named_modules())
-    kept = [n for n in kept_wide(run.model) if _computes_in_fp16(modules[n])]
+    kept = [n for n in kept_wide(run.model) if isinstance(m := modules[n], Layer) and m.precision.compute == FP16]
     if kept:
         rule = f"`**.{kept[0].rpartition('.')[2]}: compute=fp32`"
         yield f"  {len(kept)} modules ({some(kept)}) that their authors keep in fp32 run in fp16 here: {rule}"
-
-
-def _computes_in_fp16(module: nn.Module) -> bool:
-    return isinstance(module, Layer) and module.precision.compute == FP16
 
 
 def _functions(run: RunParts) -> Iterator[str]:
