@@ -144,7 +144,7 @@ def inputs_of(eqn: Any, jaxpr: Any, given: Sequence[_Value]) -> Sequence[_Value]
 def parts_of_scan(eqn: Any) -> tuple[int, int]:
     """Returns how many constants and how many carried values a scan has; it runs along its other inputs.
 
-    The ranks tell, as those lose an axis inside; the equation's own fields have other names in jax 0.10 and 0.11.
+    Ranks show it, as those lose an axis inside; the equation's own fields have other names in jax 0.10 and 0.11.
     """
     jaxpr = eqn.params["jaxpr"].jaxpr
     along = sum(out.aval.ndim != inside.aval.ndim for out, inside in zip(eqn.invars, jaxpr.invars, strict=True))

@@ -367,8 +367,8 @@ def _likelihood_forward(
     logits: Array, targets: Array, softcap: float, bits: int
 ) -> tuple[Array, tuple[Array, Array, Array]]:
     log_sum = jax.nn.logsumexp(cap_logits(logits, softcap), axis=-1)
-    pick_numbers = cap_logits(jnp.take_along_axis(logits, targets[..., None], axis=-1), softcap)[..., 0]
-    return jnp.sum(log_sum - pick_numbers), (logits, targets, log_sum)
+    picked = cap_logits(jnp.take_along_axis(logits, targets[..., None], axis=-1), softcap)[..., 0]
+    return jnp.sum(log_sum - picked), (logits, targets, log_sum)
 
 
 def _likelihood_backward(
@@ -395,8 +395,8 @@ def _draw_words(logits: Array, targets: Array) -> Array:
     golden, first, second = (jnp.uint32(number) for number in (GOLDEN, *MIXERS))
 
     def bits_of(column: Array) -> Array:
-        pick_numbers = jnp.take_along_axis(wide, jnp.minimum(column, width - 1)[..., None], axis=-1)[..., 0]
-        return lax.bitcast_convert_type(jnp.where(column < width, pick_numbers, 0.0), jnp.uint32)
+        picked = jnp.take_along_axis(wide, jnp.minimum(column, width - 1)[..., None], axis=-1)[..., 0]
+        return lax.bitcast_convert_type(jnp.where(column < width, picked, 0.0), jnp.uint32)
 
     h = (bits_of(targets) ^ (bits_of(targets ^ 1) >> 16)) + targets.astype(jnp.uint32) * golden
     h = (h ^ (h >> 16)) * first

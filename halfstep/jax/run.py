@@ -224,7 +224,7 @@ def make_step(
 
 def compile_step(step: Callable[..., Any], mesh: Mesh | None = None) -> Any:
     """Compiles a pure step for use outside of any jit: it donates the state, and XLA keeps no excess precision."""
-    # A state that comes back as it was placed, to the letter, does not compile the step anew.
+    # A state that comes back exactly as it was placed does not compile the step again.
     place: dict[str, Any] = {} if mesh is None else {"out_shardings": (replicated(mesh), None)}
     return jax.jit(step, donate_argnums=0, compiler_options=COMPILER_OPTIONS, **place)
 

@@ -251,7 +251,7 @@ def test_cudnn_attends_where_it_can(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
     assert jax.eval_shape(lambda q: attention(q, q, q, NATIVE), q).shape == q.shape
     assert asked == [((1, 8, 2, 64), {"is_causal": True, "implementation": "cudnn"})]
-    # No fused kernel has a softmax in bf16, and nobody else decides for a caller who says which.
+    # No fused kernel has a softmax in bf16; a caller who names an implementation gets that one.
     jax.eval_shape(lambda q: attention(q, q, q, of("bf16-mixed,softmax=bf16")), q)
     jax.eval_shape(lambda q: attention(q, q, q, NATIVE, implementation="xla"), q)
     assert len(asked) == 1

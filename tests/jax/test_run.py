@@ -91,7 +91,7 @@ def test_results_are_not_kept_for_the_warning_of_a_falling_scale(monkeypatch):
 
 
 def test_how_a_state_came_about_compiles_nothing_again(monkeypatch):
-    """`auto` measures anew in each process, and its timings are never twice the same."""
+    """`auto` measures again in each process, and never gets the same timings twice."""
     reasons = iter("ab")
     monkeypatch.setattr("halfstep.jax.run.measured_choice", lambda *_: Choice("fp32", next(reasons)))
     step = make_step(total, recorder())

@@ -1,4 +1,4 @@
-"""State as flat arrays: names, bytes, round trips bit for bit, and states of others refused whole."""
+"""State as flat arrays: names, bytes, round trips bit for bit, and states of other runs refused whole."""
 
 import dataclasses
 import os

@@ -1,6 +1,6 @@
 """A policy for any function: its jaxpr, run again with the casts that the policy asks for.
 
-A loss function is opaque: it multiplies what it likes. So
+A loss function is opaque: it may multiply anything. So
 
 1. it is traced once, with parameters in the dtype of their compute format;
 2. what its jaxpr shows as a whole is found: a promoted stream, activations to compute again (patterns.py);

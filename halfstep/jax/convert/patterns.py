@@ -56,7 +56,7 @@ _POINTWISE = _CURVES | words("add sub mul div neg abs max min square integer_pow
 def find_promoted(jaxpr: Any, compute: DType, parameters: int) -> frozenset[Var]:
     """Returns the fp32 variables that reach a matmul; `parameters` is how many of the inputs are parameters.
 
-    A parameter that appears in fp32 has a rule, and what is multiplied by it is fp32 by right.
+    A parameter that appears in fp32 has a rule, and what is multiplied by it is fp32 on purpose.
     """
     if compute == _FLOAT32:
         return frozenset()
@@ -73,7 +73,7 @@ def find_promoted(jaxpr: Any, compute: DType, parameters: int) -> frozenset[Var]
 def is_explicit(eqn: Any) -> bool:
     """Returns whether a conversion was written down, with `astype` or `asarray`, and is not a promotion.
 
-    The functions between the primitive and the caller tell: promotions of Flax and JAX are named so.
+    The functions between the primitive and the caller show it: promotions of Flax and JAX are named so.
     """
     names = [frame.function_name for frame in frames_of(eqn)]
     for name in names:

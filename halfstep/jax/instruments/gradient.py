@@ -223,12 +223,12 @@ def merge_rows(rows: Array, axis: int | tuple[int, ...] = 0) -> Array:
     return jnp.where(largest, jnp.max(rows, axis=axis, initial=0), jnp.sum(rows, axis=axis))
 
 
-Tap = Callable[[Site, int, Array, Array], Array]
-"""(layer, 0 for what enters it or 1 for what leaves it, x, its slot) -> x"""
+Role = Callable[[Site, int], What]
+"""(layer, 0 for what enters it or 1 for what leaves it) -> what its tap reports"""
 
 
 def run_with_taps(
-    jaxpr: Any, consts: Sequence[Any], plan: Plan, tap: Tap, slots: Plan, arrays: Sequence[Any]
+    jaxpr: Any, consts: Sequence[Any], plan: Plan, what: Role, slots: Plan, arrays: Sequence[Any]
 ) -> list[Any]:
     """Evaluates a jaxpr with taps at its layers; `slots` has a pair of them in the place of each layer."""
     steps = zip(plan, slots, strict=True)
@@ -237,15 +237,15 @@ def run_with_taps(
         (found, slot), name = next(steps), eqn.primitive.name
         if isinstance(found, Site):
             if found.input is not None:
-                arrays[found.input] = tap(found, 0, arrays[found.input], slot[0])
+                arrays[found.input] = tap(arrays[found.input], slot[0], what(found, 0))
             y, *rest = jaxprs.bind(jaxpr, eqn, arrays)
             if found.input is None:
-                y = tap(found, 0, y, slot[0])
-            return [tap(found, 1, y, slot[1]), *rest]
+                y = tap(y, slot[0], what(found, 0))
+            return [tap(y, slot[1], what(found, 1)), *rest]
         if name not in jaxprs.INLINED | jaxprs.REMAT | {"scan"}:
             return jaxprs.bind(jaxpr, eqn, arrays)
         [(inner, own)] = jaxprs.functions_of(eqn)
-        run = partial(run_with_taps, inner, own, found, tap)
+        run = partial(run_with_taps, inner, own, found, what)
         if name == "scan":
             return jaxprs.scan_with(eqn, arrays, lambda inputs, slots: (run(slots, inputs), None), slot)[0]
         return list((jaxprs.remat_again(eqn, run) if name in jaxprs.REMAT else run)(slot, arrays))
@@ -325,13 +325,9 @@ def watched_gradient(
         shapes = (what(site, role).shape(x) for role, x in enumerate((site.entering, site.leaving)))
         return tuple(jnp.zeros((*(length for length, _ in site.turns), *shape)) for shape in shapes)
 
-    def report(site: Site, role: int, x: Array, slot: Array) -> Array:
-        tapped: Array = tap(x, slot, what(site, role))
-        return tapped
-
     def run(masters: Mapping[str, Array], slots: Any) -> Any:
         arrays = jax.tree.leaves((masters, *rest))
-        out = run_with_taps(closed.jaxpr, closed.consts, plan, report, slots, arrays)
+        out = run_with_taps(closed.jaxpr, closed.consts, plan, what, slots, arrays)
         return jax.tree.unflatten(jax.tree.structure(shape), out)
 
     slots = jax.tree.map(slots_of, plan)

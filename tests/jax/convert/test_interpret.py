@@ -241,7 +241,7 @@ STACKS = {  # activation, weight, result
 @pytest.mark.parametrize("weight_first", [False, True])
 @pytest.mark.parametrize("case", STACKS)
 def test_stacks_of_weights_are_multiplied_on_any_backend(case, weight_first):
-    """XLA on a CPU has no product of bf16 stacks with an fp32 sum unless they lie as it likes."""
+    """XLA on a CPU has no product of bf16 stacks with an fp32 sum unless their axes are in its order."""
     of_x, of_w, of_y = STACKS[case]
     sizes = dict(zip("abdeft", (2, 3, 5, 2, 6, 4), strict=True))
     x, w, t = (normal(*map(sizes.get, axes), seed=seed) for seed, axes in enumerate((of_x, of_w, of_y)))
@@ -454,7 +454,7 @@ def test_rules_that_reach_nothing_in_a_function_are_refused(policy, said):
 
 
 def test_a_parameter_beside_a_wide_value_is_the_master_itself():
-    """An island that widens its gain gets all 24 bits of it, not 8 in a wide dress."""
+    """An island that widens its gain gets all 24 bits of it, not 8 in an fp32 array."""
     gain = normal(8)
     call = interpreted(lambda p, x: x.astype(jnp.float32) * p["gain"].astype(jnp.float32), "bf16-mixed")
     found = call({"gain": jnp.asarray(gain)}, {"gain": gain}, np.ones((2, 8), np.float32))

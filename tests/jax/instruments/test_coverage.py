@@ -58,25 +58,25 @@ def test_an_operation_without_inputs_is_no_obstacle():
 
 @pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-mixed,emulate=true"])
 def test_products_islands_and_look_ups_are_listed_with_how_they_run(step, policy):
-    reached = step.coverage(init(params(), OPTIMIZER, policy), BATCH)
-    rows = {(row.function, row.module): row for row in reached.rows}
+    coverage = step.coverage(init(params(), OPTIMIZER, policy), BATCH)
+    rows = {(row.function, row.module): row for row in coverage.rows}
     for name in ("up", "down"):
         row = rows["dot_general", name]
         assert (row.how, row.why, row.calls) == ("covered", "multiplies in bf16, weight gradients in fp32", 1)
     assert rows["gather", "embed"].why == "looks up its master and casts to bf16, gradients in fp32"
-    others = [row for row in reached.rows if row.function == "dot_general" and row.module not in ("up", "down")]
+    others = [row for row in coverage.rows if row.function == "dot_general" and row.module not in ("up", "down")]
     assert [(row.how, row.why) for row in others] == [("unchanged", IN_COMPUTE)] * 2
-    islands = {(row.function, row.why) for row in reached.rows if "island" in row.why}
+    islands = {(row.function, row.why) for row in coverage.rows if "island" in row.why}
     assert islands == {
         ("exp", "is an island of softmax: fp32 inside, bf16 out"),
         ("rsqrt", "is an island of norm: fp32 inside, bf16 out"),
         ("log", "is an island of loss: fp32 inside and out"),
     }
-    # the mean of the norm is the island's; the sum over positions is nobody's
-    assert [(row.function, row.why) for row in reached.uncovered] == [
+    # the mean of the norm is the island's; no role covers the sum over positions
+    assert [(row.function, row.why) for row in coverage.uncovered] == [
         ("cumsum", "computed in bfloat16, no role reaches it")
     ]
-    assert "2 dot_general (up, down): covered, multiplies in bf16" in str(reached)
+    assert "2 dot_general (up, down): covered, multiplies in bf16" in str(coverage)
 
 
 def test_rules_show_in_the_list_and_in_the_summary(step):

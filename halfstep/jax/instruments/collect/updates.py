@@ -55,7 +55,7 @@ class Stepper:
         self.counts = {name: UpdateCounts() for name in params.trained}
         self.master = _master(params, self.state)
         self._step = jax.jit(self._try_step, compiler_options=COMPILER_OPTIONS)
-        # What the transform may still run in, to tell what it intends; None: in its own formats.
+        # What the transform may run in while its intended update is computed; None: its own formats.
         self.formats: list[Any] = [jnp.float64, jnp.float32, None]
         self._compiled_compare = jax.jit(self._compare, static_argnums=0, compiler_options=COMPILER_OPTIONS)
 

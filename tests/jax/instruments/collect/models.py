@@ -1,4 +1,4 @@
-"""A decoder of a stranger: plain functions on a nested dictionary, with faults that tests plant in its layers."""
+"""A third-party decoder: plain functions on a nested dictionary, with faults that tests plant in its layers."""
 
 import jax
 import jax.numpy as jnp
@@ -58,8 +58,8 @@ def loss_of(*, compute="bf16", narrow_norm=(), narrow_router=False, overflow=Non
         for layer in range(sum(name.startswith("block") for name in params)):
             x = block(layer, params[f"block_{layer}"], x)
         logits = (x @ params["head"]["kernel"].astype(dtype)).astype(jnp.float32)
-        pick_numbers = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)
-        return -jnp.mean(pick_numbers)
+        picked = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)
+        return -jnp.mean(picked)
 
     return loss
 

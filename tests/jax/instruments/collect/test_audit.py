@@ -1,4 +1,4 @@
-"""`halfstep.jax.audit` on trainings of strangers: what is planted is named, and what is right is left alone."""
+"""`halfstep.jax.audit` on third-party trainings: what is planted is named, and what is right is not."""
 
 import jax
 import jax.numpy as jnp
