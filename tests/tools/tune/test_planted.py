@@ -23,7 +23,7 @@ SMALL = (
 def test_planted_layer_is_found_and_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     fragile = plant("fragile", SMALL, "blocks.1.mlp")
-    assert run(["tune", "fragile.toml", "--steps", "20", "--grad", "e5m2", "--json"]) == 0
+    assert run(["tune", "fragile.toml", "--base", "fp32", "--steps", "20", "--grad", "e5m2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     everything, chosen = found["policies"][0], found["policies"][-1]
     assert fragile in everything["modules"]
