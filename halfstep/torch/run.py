@@ -186,6 +186,7 @@ class Run(Engine):
         self.forget()
         if self.watching is not None:
             self.watching.stop()
+        exclude_from_ddp(self.model, [])
         restore(self.conversion)
         for p, w in masters.items():
             if w is not p:
@@ -199,7 +200,6 @@ class Run(Engine):
             else:
                 driver.cast_moments(widen=True)
         self.weight_casts.unmark()
-        exclude_from_ddp(self.model, [])
         self._open = False
         return self.model
 

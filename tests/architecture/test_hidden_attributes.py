@@ -12,7 +12,6 @@ FOLDERS = ("torch", "integrations")
 ON_MODULES = {
     "halfstep": "numerics/record.py",
     "halfstep_watch": "instruments/observe/slots.py",
-    "_averaged_by_halfstep": "parallel/ranks.py",
 }
 ON_TENSORS = {
     "halfstep_split": "numerics/split/operand.py",
@@ -36,7 +35,7 @@ ELSEWHERE = {
     "__halfstep_watched__": "a function of torch that an audit has wrapped",
     "halfstep_causal": "no attribute: an implementation of attention, by its name in transformers",
 }
-NAME = re.compile(r"_*halfstep_[a-z_]+|_[a-z_]+_halfstep")
+NAME = re.compile(r"_*halfstep_[a-z_]+")
 
 
 def hidden_names(package: Path) -> set[str]:

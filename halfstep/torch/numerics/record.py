@@ -27,6 +27,7 @@ class ModuleRecord:
     model_casts: Any = None
     model_mode: Any = None
     prepared: Any = None  # True, or the integration that prepared it
+    averaged: tuple[str, ...] = ()  # parameters whose gradients DDP leaves to the run (parallel/ranks.py)
     # layers
     recomputed: bool = False  # the backward pass computes cheap results again instead of keeping them
     history: Any = None  # a `History` of delayed operands

@@ -27,11 +27,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.core.errors import ParallelError
+from halfstep.torch.numerics.record import record_of, update_record
 from halfstep.torch.numerics.shards import is_shard
 from halfstep.torch.parallel.wire import sum_all
 
 BUCKET = 2**23  # numbers that are reduced together
-_IGNORED, _OURS = "_ddp_params_and_buffers_to_ignore", "_averaged_by_halfstep"  # attributes of a model
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # an attribute of a model, which DDP reads
 
 
 def in_group() -> bool:
@@ -46,14 +47,15 @@ def num_ranks() -> int:
 
 def exclude_from_ddp(model: nn.Module, names: Sequence[str]) -> None:
     """Says to DDP, which will wrap the model, which parameters it must not wait for: they are averaged here."""
-    before = [name for name in getattr(model, _IGNORED, []) if name not in getattr(model, _OURS, [])]
+    ours = record_of(model).averaged
+    before = [name for name in getattr(model, _IGNORED, []) if name not in ours]
     first = {p: name for name, p in model.named_parameters()}
     tied = [name for name, p in model.named_parameters(remove_duplicate=False) if first[p] in set(names)]
-    for key, value in ((_IGNORED, [*before, *tied]), (_OURS, tied)):
-        if value and in_group():
-            setattr(model, key, value)
-        elif hasattr(model, key):
-            delattr(model, key)
+    update_record(model, averaged=tuple(tied) if in_group() else ())
+    if in_group() and (ignored := [*before, *tied]):
+        setattr(model, _IGNORED, ignored)
+    elif hasattr(model, _IGNORED):
+        delattr(model, _IGNORED)
 
 
 def copies(parameters: Sequence[Tensor]) -> int:
