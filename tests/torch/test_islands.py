@@ -1,5 +1,6 @@
 """The islands people build with: torch's names and arguments, fp32 inside."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -57,6 +58,16 @@ def test_a_policy_gives_them_their_role_and_casted_linear_is_made_like_torchs():
     assert halfstep.CastedLinear(4, 3, bias=False).bias is None
 
 
+def test_a_subclass_with_a_forward_of_its_own_keeps_it():
+    class Doubled(halfstep.LayerNorm):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    model = nn.Sequential(nn.Linear(5, 5), Doubled(5))
+    apply(model, Policy.parse("bf16-mixed"))
+    assert torch.equal(model[1](X), (2 * F.layer_norm(X.float(), (5,))).bfloat16())
+
+
 class LossOfHead(nn.Module):
     """A norm, and the loss of a head: of the layer and its logits, of the layer at once, or of its parameters."""
 
@@ -73,7 +84,8 @@ class LossOfHead(nn.Module):
             return F.cross_entropy(self.head(x), target)
         if self.form == "layer":
             return halfstep.linear_cross_entropy(x, self.head, target)
-        return halfstep.linear_cross_entropy(x, self.head.weight, target, self.head.bias)
+        with torch.device("cpu") if self.form == "weight, device" else nullcontext():  # another function mode
+            return halfstep.linear_cross_entropy(x, self.head.weight, target, self.head.bias)
 
 
 def loss_and_gradient(form, policy):
@@ -109,9 +121,10 @@ def test_a_linear_layer_with_its_loss_has_the_precision_of_the_layer(policy):
 
 
 @pytest.mark.parametrize("policy", ["bf16-mixed", "fp16-mixed", "bf16-mixed,emulate=true", "bf16-mixed,loss=bf16"])
-def test_of_a_weight_it_has_the_compute_format_of_the_policy_and_is_listed(policy):
+@pytest.mark.parametrize("form", ["weight", "weight, device"])
+def test_of_a_weight_it_has_the_compute_format_of_the_policy_and_is_listed(form, policy):
     _, expected, _ = loss_and_gradient("in steps", policy)
-    run, loss, _ = loss_and_gradient("weight", policy)
+    run, loss, _ = loss_and_gradient(form, policy)
     assert (loss - expected).abs() <= 4 * 2.0**-24 * expected
     listed = run.coverage(lambda x: run.model(x, torch.arange(32)), torch.randn(32, 16))
     assert "linear_cross_entropy" in str(listed)

@@ -39,21 +39,11 @@ from halfstep.torch.convert.modules import Root
 
 NAME = "halfstep_causal"
 # Arguments of a model from which it makes neither positions nor masks.
-PLAIN = frozenset(
-    [
-        "input_ids",
-        "inputs_embeds",
-        "labels",
-        "shift_labels",
-        "use_cache",
-        "return_dict",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "num_items_in_batch",
-        "logits_to_keep",
-    ]
+_PLAIN = (
+    "input_ids inputs_embeds labels shift_labels use_cache return_dict output_attentions output_hidden_states "
+    "output_router_logits num_items_in_batch logits_to_keep"
 )
+PLAIN = frozenset(_PLAIN.split())
 # Without quotes, which torch's compiler does not escape.
 PACKED = (
     "this model makes positions of its own by which sequences are packed, and was compiled as if it did not; "

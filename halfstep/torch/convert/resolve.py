@@ -111,11 +111,6 @@ def names_of(model: nn.Module, names: Sequence[str] | None) -> list[str]:
     return [*names, *(name for name, _ in model.named_parameters() if "." not in name and name not in names)]
 
 
-def split_matrices_only(param: Param, tensor: Tensor) -> Param:
-    """Returns how a tensor is held: gains, biases and scalars are never split."""
-    return replace(param, split=False) if tensor.ndim < 2 else param
-
-
 def _aliases(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:
     first = {parameter: name for name, parameter in parameters.items()}
     aliases: dict[str, list[str]] = {name: [] for name in parameters}
@@ -153,7 +148,8 @@ def _check_master(name: str, parameter: Tensor, roles: Mapping[str, Value], poli
             f"grad_weight={print_value(grad_weight)}",
             hint=f"write `grad_weight={param.format}`, keep `param=fp32`, or {EMULATE}",
         )
-    return split_matrices_only(param, parameter)
+    # Gains, biases and scalars are never split.
+    return param if parameter.ndim > 1 else replace(param, split=False)
 
 
 def _split_where_used(

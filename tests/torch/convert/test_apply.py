@@ -11,7 +11,6 @@ from halfstep.core.formats import BF16, FP32
 from halfstep.core.policy import Policy
 from halfstep.core.roles import Param
 from halfstep.torch.convert.apply import Change, apply, hold, restore, set_precision
-from halfstep.torch.convert.resolve import split_matrices_only
 from halfstep.torch.layers import CastedLinear
 from halfstep.torch.numerics.cast import carried, join, split
 from halfstep.torch.numerics.split.operand import is_split
@@ -183,8 +182,6 @@ def test_precision_can_be_set_for_evaluation_and_back_and_weights_held_or_whole(
     assert hold(wide, Param(BF16), policy)[0].dtype == torch.bfloat16
     emulated = hold(wide, Param(BF16), Policy.parse("bf16-true,emulate=true"))[0]
     assert torch.equal(emulated, carried(wide, BF16))
-    assert {split_matrices_only(Param(FP32, split=True), torch.zeros(shape)) for shape in ((), 3)} == {Param(FP32)}
-    assert split_matrices_only(Param(FP32, split=True), torch.zeros(3, 3)).split
 
 
 def test_changes_say_what_each_module_became_and_masters_and_moments_follow_rules():
