@@ -28,6 +28,8 @@ from numpy.typing import NDArray
 
 from halfstep.core.arrays.cast import cast_constants
 from halfstep.core.formats import FP32, Format, parse
+from halfstep.core.precision import Precision
+from halfstep.core.roles import is_narrow, print_value
 from halfstep.core.stats.tensors import TensorStats, headroom_bits
 from halfstep.core.stats.what_if import SPECS, SignalLost, scales_of, signal_lost
 
@@ -48,6 +50,15 @@ class LayerInfo:
     name: str
     kind: str  # matmul, norm, embedding, other
     formats: Mapping[str, str]  # {role: format}, of `SAMPLED_ROLES`; a narrow operand as a policy writes it
+
+    @classmethod
+    def of(cls, name: str, kind: str, precision: Precision, held: Format) -> "LayerInfo":
+        """Returns a layer that runs in a precision, with a weight held in a format."""
+        formats = [str(precision.compute), str(precision.grad)]
+        for place, operand in enumerate(precision.operands if kind == "matmul" else ()):
+            if is_narrow(operand.format):
+                formats[place] = print_value(operand)
+        return cls(name, kind, dict(zip(SAMPLED_ROLES, (*formats, str(held)), strict=True)))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON."""

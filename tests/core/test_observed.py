@@ -21,6 +21,8 @@ from halfstep.core.observed import (
     merge,
     row_of,
 )
+from halfstep.core.policy import Policy
+from halfstep.core.precision import precisions
 from halfstep.core.stats.tensors import TensorStats
 from halfstep.core.stats.what_if import SPECS, scales_of
 
@@ -98,3 +100,13 @@ def test_observations_merge():
     whole = Observation.of(x, FP32).sample()
     assert halves.sample().exponents == whole.exponents
     assert halves.sample().what_if["e4m3:row"] == whole.what_if["e4m3:row"]
+
+
+def test_a_narrow_operand_is_that_of_a_matmul_alone():
+    fp8 = precisions(Policy.parse("fp8-mixed,emulate=true"), ["layer"])["layer"]
+    assert LayerInfo.of("up", "matmul", fp8, FP32).formats["gradient"] == "e5m2"
+    assert LayerInfo.of("norm", "norm", fp8, FP32).formats == {
+        "activation": "bf16",
+        "gradient": "bf16",
+        "weight": "fp32",
+    }

@@ -30,9 +30,9 @@ from jax import Array, lax
 
 from halfstep.config.model import owner
 from halfstep.core.formats import FP32, Format
-from halfstep.core.observed import AMAX, COLUMNS, ROLES, SAMPLED_ROLES, LayerInfo, limits
-from halfstep.core.precision import Precision, base_precision
-from halfstep.core.roles import is_narrow, print_value
+from halfstep.core.observed import AMAX, COLUMNS, ROLES, LayerInfo, limits
+from halfstep.core.precision import base_precision
+from halfstep.core.roles import is_narrow
 from halfstep.jax import jaxpr as jaxprs
 from halfstep.jax.convert.apply import Applied
 from halfstep.jax.fp8 import PREFIX
@@ -277,9 +277,8 @@ class Watched:
             weight = site.weight or ""
             precision = by_module.get(site.name) or applied.precisions.get(weight, base)
             held = applied.masters[weight].format if weight in applied.masters else precision.compute
-            formats = _formats_of(site, precision, held)
             for name in layer_names(site):
-                layers.setdefault(name, LayerInfo(name, site.kind, formats))
+                layers.setdefault(name, LayerInfo.of(name, site.kind, precision, held))
                 weights.setdefault(name, site.weight if name == site.name else None)
                 index.append([*layers].index(name))
         return cls(tuple(layers.values()), tuple(weights.values()), tuple(sites), tuple(index))
@@ -339,11 +338,3 @@ def layer_names(site: Site) -> list[str]:
     """Returns the layers of a site: one, or one for each turn of the loops that slice its parameter."""
     lengths = [length for length, stacked in site.turns if stacked]
     return [site.name + "".join(f"[{i}]" for i in turn) for turn in np.ndindex(*lengths)]
-
-
-def _formats_of(site: Site, precision: Precision, held: Format) -> dict[str, str]:
-    """Returns the format of a layer's input, its gradient and its weight, in words."""
-    operands = precision.operands if site.kind == "matmul" else (None, None)
-    pairs = zip((precision.compute, precision.grad), operands, strict=True)
-    roles = [print_value(own) if own is not None and is_narrow(own.format) else str(fmt) for fmt, own in pairs]
-    return dict(zip(SAMPLED_ROLES, (*roles, str(held)), strict=True))

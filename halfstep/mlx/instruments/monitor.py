@@ -17,7 +17,6 @@ from halfstep.core.observed import (
     AMAX,
     COLUMNS,
     ROLES,
-    SAMPLED_ROLES,
     LayerInfo,
     LayerNumbers,
     Observation,
@@ -27,7 +26,7 @@ from halfstep.core.observed import (
     name_numbers,
 )
 from halfstep.core.precision import Precision
-from halfstep.core.roles import is_narrow, print_value
+from halfstep.core.roles import is_narrow
 from halfstep.mlx.convert.modules import Around, Embedding, LayerNorm, RMSNorm
 from halfstep.mlx.convert.places import walk
 from halfstep.mlx.instruments.collect.updates import UpdateNumbers
@@ -72,12 +71,11 @@ class Monitor:
         for name, module in walk(run.model):
             if kind := layer_kind(module):
                 self._watch(name or type(module).__name__, module, kind, by_module.get(id(module), []))
-        self._amax, self._counts = self._zeros()
+        self.counted = self._zeros()  # to be evaluated with each pass, so that no graph grows from step to step
 
     def layer_numbers(self) -> Unread:
         """Returns what the passes since the last call have counted, unread."""
-        unread = Unread(self._amax, self._counts)
-        self._amax, self._counts = self._zeros()
+        unread, self.counted = Unread(*self.counted), self._zeros()
         return unread
 
     def weight_numbers(self) -> UpdateNumbers:
@@ -111,12 +109,8 @@ class Monitor:
 
     def merge(self, counted: tuple[mx.array, mx.array]) -> None:
         """Adds the numbers of a pass."""
-        self._amax, self._counts = mx.maximum(self._amax, counted[0]), self._counts + counted[1]
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """What is to be evaluated with a pass, so that no graph grows from step to step."""
-        return [self._amax, self._counts]
+        amax, counts = self.counted
+        self.counted = mx.maximum(amax, counted[0]), counts + counted[1]
 
     def count(self, recorder: Recorder) -> tuple[mx.array, mx.array]:
         """Returns the numbers of a pass: amax of each layer and role, and their counts."""
@@ -149,19 +143,23 @@ class Monitor:
         Rows are those of the first dimension of the arrays in the batch. Random state, gradients and running
         statistics are as before. Of each tensor, and of the weights, the first 65,536 elements are looked at.
         """
-        observed: dict[tuple[int, str], Observation] = {}
-        for seen in self._replay(loss_fn, first_rows(batch, share), SAMPLE):
-            self._observe(observed, seen.layer, ROLES[seen.role], seen.array)
+        seen = self._replay(loss_fn, first_rows(batch, share), SAMPLE)
+        tensors = [(each.layer, ROLES[each.role], each.array) for each in seen]
         for layer, names in enumerate(self.parameters):
             for name in names[:1]:  # the weight: a bias is another matter
                 array = self.masters.places[name].array
                 width = array.shape[-1] if array.ndim else 1
                 rows = max(1, min(array.size, SAMPLE) // width)
-                self._observe(observed, layer, "weight", self.masters.part(name, rows * width).reshape(-1, width))
-        samples: dict[str, dict[str, Sample]] = {info.name: {} for info in self.layers}
-        for (layer, role), observation in observed.items():
-            samples[self.layers[layer].name][role] = observation.sample()
-        return samples
+                tensors.append((layer, "weight", self.masters.part(name, rows * width).reshape(-1, width)))
+        observed: list[dict[str, Observation]] = [{} for _ in self.layers]
+        for layer, role, x in tensors:
+            new = Observation.of(np.array(x.astype(mx.float32)), self.layers[layer].format(role))
+            before = observed[layer].get(role)
+            observed[layer][role] = new if before is None else before + new
+        return {
+            info.name: {role: observation.sample() for role, observation in roles.items()}
+            for info, roles in zip(self.layers, observed, strict=True)
+        }
 
     def _replay(self, loss_fn: Any, batch: Any, size: int) -> list[Seen]:
         recorder = Recorder(size)
@@ -169,28 +167,16 @@ class Monitor:
         mx.eval([seen.array for seen in recorder.seen])
         return recorder.seen
 
-    def _observe(self, observed: dict[tuple[int, str], Observation], layer: int, role: str, x: mx.array) -> None:
-        values = np.array(x.astype(mx.float32))
-        observation = Observation.of(values, self.layers[layer].format(role))
-        before = observed.get((layer, role))
-        observed[layer, role] = observation if before is None else before + observation
-
     def _watch(self, name: str, module: Any, kind: str, parameters: list[str]) -> None:
-        precision = precision_of(module)
+        precision, layer = precision_of(module), len(self.layers)
         held = self.masters.held[parameters[0]].format if parameters else precision.compute
-        layer, is_head = len(self.layers), isinstance(module, Embedding)
-        self._add(name, kind, precision, str(held), parameters)
-        if is_head:
-            self._add(f"{name}.as_linear", "matmul", precision, str(held), [])
-        show(module, Numbers(layer, layer + 1 if is_head else None, kind == "embedding"))
-
-    def _add(self, name: str, kind: str, precision: Precision, weight: str, parameters: list[str]) -> None:
-        operands = precision.operands if kind == "matmul" else ()
-        narrow = [operand if is_narrow(operand.format) else None for operand in operands] or [None, None]
-        given = (precision.compute, precision.grad)
-        roles = [str(fmt) if each is None else print_value(each) for fmt, each in zip(given, narrow, strict=True)]
-        self.layers.append(LayerInfo(name, kind, dict(zip(SAMPLED_ROLES, (*roles, weight), strict=True))))
+        self.layers.append(LayerInfo.of(name, kind, precision, held))
         self.parameters.append(parameters)
+        is_head = isinstance(module, Embedding)
+        if is_head:
+            self.layers.append(LayerInfo.of(f"{name}.as_linear", "matmul", precision, held))
+            self.parameters.append([])
+        show(module, Numbers(layer, layer + 1 if is_head else None, kind == "embedding"))
 
     def _zeros(self) -> tuple[mx.array, mx.array]:
         rows = len(self.layers) * len(ROLES)

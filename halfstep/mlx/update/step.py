@@ -208,7 +208,7 @@ class Engine:
             sums = {n: held.arrays[n] + (share * g).astype(self._accumulate) for n, g in grads.arrays.items()}
             weights, loss = held.weights + weight, held.loss + weight * grads.loss
             self._sum = replace(held, arrays=sums, weights=weights, loss=loss)
-        watched = [] if self.watching is None else self.watching.arrays
+        watched = () if self.watching is None else self.watching.counted
         check_untraced(self._sum.arrays, self._sum.weights, self._sum.loss, watched)
 
     def unscale(self, grads: "Gradients | Sequence[Gradients] | None" = None) -> Gradients:

@@ -9,7 +9,6 @@ from torch import nn
 from halfstep.core.formats import FP32
 from halfstep.core.observed import LayerInfo
 from halfstep.core.precision import Precision
-from halfstep.core.roles import Operand, is_narrow, print_value
 from halfstep.torch.instruments.replay import casts_of
 from halfstep.torch.layers import Matmul
 from halfstep.torch.numerics.dtypes import DTYPES
@@ -60,12 +59,7 @@ def _describe(name: str, module: nn.Module) -> LayerInfo:
     precision = _precision(module)
     weight = next((p for p in module.parameters() if p.dim() > 1), next(module.parameters(), None))
     held = FP32 if weight is None or is_split(weight) else _FORMATS.get(weight.dtype, FP32)
-    formats = {
-        "activation": _operand(precision.operand, str(precision.compute)),
-        "gradient": _operand(precision.grad_operand, str(precision.grad)),
-        "weight": str(held),
-    }
-    return LayerInfo(name, _kind(module), formats)
+    return LayerInfo.of(name, _kind(module), precision, held)
 
 
 def _precision(module: nn.Module) -> Precision:
@@ -74,8 +68,3 @@ def _precision(module: nn.Module) -> Precision:
         return cast(Precision, casts.precision)
     held = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     return Precision.in_format(_FORMATS.get(held, FP32))
-
-
-def _operand(operand: Operand, otherwise: str) -> str:
-    """Returns a narrow operand as a policy writes it; else the format of activations."""
-    return print_value(operand) if is_narrow(operand.format) else otherwise
