@@ -17,6 +17,7 @@ from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.measure import Product, time_product
 from halfstep.jax.run import Step
 from halfstep.jax.session import Session
+from tests.conformance.fp8_device import Device
 
 pytestmark = pytest.mark.prove  # each compiles several programs
 
@@ -30,20 +31,6 @@ OPTIMIZER = optax.sgd(0.1)
 def native(monkeypatch):
     """A CPU whose XLA is said to multiply fp8; it does so by widening the operands."""
     monkeypatch.setattr("halfstep.jax.convert.apply.supported", lambda fmt, device: Support(True, "as played"))
-
-
-class Device:
-    """A timer: bf16 takes 1 ms, fp8 as given by size; it remembers the questions."""
-
-    def __init__(self, seconds=None, otherwise=2e-3):
-        self.seconds, self.otherwise, self.asked = seconds or {}, otherwise, []
-
-    def __call__(self, work, precisions):
-        self.asked.append((work, precisions))
-        found = self.seconds.get(work.matrix, self.otherwise)
-        if isinstance(found, Exception):
-            raise found
-        return [1e-3, found]
 
 
 def loss(params, x):

@@ -30,6 +30,7 @@ from halfstep.torch.numerics.dtypes import product_failure, supported
 from halfstep.torch.run import Run, prepare
 from halfstep.torch.session import Session
 from halfstep.torch.state import load_state, restored, state_of, stored
+from tests.conformance.fp8_device import Device
 from tests.refusals import refuses
 
 needs_fp8 = pytest.mark.skipif(not supported(E4M3, "cpu"), reason=supported(E4M3, "cpu").reason)
@@ -47,20 +48,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.head(self.down(torch.relu(self.up(x) + self.again(x))))
-
-
-class Device:
-    """A timer: bf16 takes 1 ms, fp8 as given by size; it remembers the questions."""
-
-    def __init__(self, seconds=None, otherwise=2e-3):
-        self.seconds, self.otherwise, self.asked = seconds or {}, otherwise, []
-
-    def __call__(self, work, precisions):
-        self.asked.append((work, precisions))
-        found = self.seconds.get((work.inputs, work.outputs), self.otherwise)
-        if isinstance(found, Exception):
-            raise found
-        return [1e-3, found]
 
 
 def prepared(policy=MEASURED, net=None, device=None, **options):

@@ -3,6 +3,7 @@
 import copy
 import gc
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -32,36 +33,26 @@ def listed(optimizers):
     return optimizers if isinstance(optimizers, list) else [optimizers]
 
 
-def schedules(optimizers):
-    return [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in optimizers]
-
-
-def in_a_plain_loop(policy, make, bad=(), steps=4):
+def in_a_loop(by_run, policy, make, bad=(), steps=4):
     model = Net()
     optimizers = listed(make(model))
     run = prepare(model, optimizers, policy)
-    schedulers = schedules(optimizers)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
     for step in range(steps):
-        loss_at(model, step, bad).backward()
-        for optimizer in optimizers:
-            optimizer.step()
+        if by_run:
+            run.step(lambda s: loss_at(model, s, bad), [step])
+        else:
+            loss_at(model, step, bad).backward()
+        for each in () if by_run else optimizers:
+            each.step()
         for scheduler in schedulers:
             scheduler.step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+        for each in () if by_run else optimizers:
+            each.zero_grad()
     return run
 
 
-def by_the_run(policy, make, bad=(), steps=4):
-    model = Net()
-    optimizers = listed(make(model))
-    run = prepare(model, optimizers, policy)
-    schedulers = schedules(optimizers)
-    for step in range(steps):
-        run.step(lambda s: loss_at(model, s, bad), [step])
-        for scheduler in schedulers:
-            scheduler.step()
-    return run
+in_a_plain_loop, by_the_run = partial(in_a_loop, False), partial(in_a_loop, True)
 
 
 def same_state(left, right):
@@ -165,7 +156,7 @@ def test_a_closure_is_run_before_its_gradients_are_looked_at(name, named):
     model = Net()
     optimizer = ALL[name](model)
     mine = prepare(model, optimizer, "bf16-mixed")
-    (scheduler,) = schedules([optimizer])
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     for step in range(4):
 
         def closure(step=step):
