@@ -66,6 +66,8 @@ NAMED = words("name")
 
 INLINED = words("jit pjit closed_call core_call")
 REMAT = words("remat2 remat checkpoint")
+CALLS = INLINED | REMAT | words("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr remat_call")
+"""Primitives that only call a function, perhaps with a derivative of its own."""
 
 # --- what an equation is
 

@@ -168,12 +168,9 @@ class Session(Shell):
         return monitor.layers
 
     def sample(self, micro_batches: Tokens, share: float = 1 / 16) -> Mapping[str, Mapping[str, Sample]]:
-        rows = micro_batches.reshape(-1, micro_batches.shape[-1])
-        rows = rows[: max(1, int(len(rows) * share))]
+        tokens = micro_batches[0] if self.micro_batches == 1 else micro_batches
         with self._on_device():
-            return self._made.sample(
-                self.run, self._to_device(rows if self.micro_batches == 1 else rows[None]), share=1.0
-            )
+            return self._made.sample(self.run, self._to_device(tokens), share=share)
 
     def read(self, result: StepResult) -> dict[str, float]:
         names = ("loss", "skipped", "scale", "grad_norm", "stuck")

@@ -20,10 +20,9 @@ import numpy as np
 from jax import Array
 
 from halfstep.core.audit.cause import Cause
-from halfstep.jax.jaxpr import INLINED, REMAT, bind, functions_of, is_floating, line_of, walk
+from halfstep.jax.jaxpr import CALLS, bind, functions_of, is_floating, line_of, walk
 
 FINE, MASKED, BAD = range(3)  # how bad an array is: -inf alone may be a mask
-_CALLS = INLINED | REMAT | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 
 def find_cause(
@@ -102,7 +101,7 @@ class _Walk:
         )
 
     def _equation(self, jaxpr: Any, eqn: Any, values: list[_Value]) -> list[_Value]:
-        if eqn.primitive.name in _CALLS:
+        if eqn.primitive.name in CALLS:
             return self._evaluate(*functions_of(eqn)[0], values)
         weights = [value.weight for value in values if value.weight]
         alone = weights[0] if weights and len(values) == 1 else ""

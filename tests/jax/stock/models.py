@@ -18,12 +18,14 @@ SERIES = {"x": _RNG.standard_normal((3, TOKENS, 4)).astype(np.float32), "y": np.
 BATCHES = {"transformer": TEXT, "vit": IMAGES, "lstm": SERIES}
 
 
-def next_token(logits, tokens):
-    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
+def inputs_of(batch):
+    return batch["x"] if isinstance(batch, dict) else batch
 
 
-def classified(logits, batch):
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+def loss_of(logits, batch):
+    """That of the class of each image or series, or of the next token of a text."""
+    labels = (logits, batch["y"]) if isinstance(batch, dict) else (logits[:, :-1], batch[:, 1:])
+    return optax.softmax_cross_entropy_with_integer_labels(*labels).mean()
 
 
 def sinusoidal(tokens, width):
@@ -76,12 +78,12 @@ class LinenLSTM(linen.Module):
         return linen.Dense(CLASSES)(linen.RNN(linen.OptimizedLSTMCell(WIDTH))(x)[:, -1])
 
 
-def _linen(model, loss, given):
+def _linen(model, given):
     def make():
         params = jax.jit(model.init)(jax.random.key(0), given)["params"]
 
         def loss_fn(params, batch):
-            return loss(model.apply({"params": params}, batch if loss is next_token else batch["x"]), batch)
+            return loss_of(model.apply({"params": params}, inputs_of(batch)), batch)
 
         return params, loss_fn
 
@@ -142,13 +144,12 @@ class NnxLSTM(nnx.Module):
         return self.head(self.rnn(x)[:, -1])
 
 
-def _nnx(kind, loss):
+def _nnx(kind):
     def make():
         graph, params = nnx.split(kind(nnx.Rngs(0)))
 
         def loss_fn(params, batch):
-            model = nnx.merge(graph, params)
-            return loss(model(batch if loss is next_token else batch["x"]), batch)
+            return loss_of(nnx.merge(graph, params)(inputs_of(batch)), batch)
 
         return params, loss_fn
 
@@ -241,13 +242,12 @@ class EquinoxLSTM(eqx.Module):
         return self.head(state)
 
 
-def _equinox(kind, loss):
+def _equinox(kind):
     def make():
         params, static = eqx.partition(eqx.filter_jit(kind)(jax.random.key(0)), eqx.is_array)
 
         def loss_fn(params, batch):
-            model = eqx.combine(params, static)
-            return loss(jax.vmap(model)(batch if loss is next_token else batch["x"]), batch)
+            return loss_of(jax.vmap(eqx.combine(params, static))(inputs_of(batch)), batch)
 
         return params, loss_fn
 
@@ -255,14 +255,14 @@ def _equinox(kind, loss):
 
 
 MODELS = {
-    ("linen", "transformer"): _linen(LinenTransformer(), next_token, TEXT),
-    ("linen, force_fp32_for_softmax", "transformer"): _linen(LinenTransformer(force=True), next_token, TEXT),
-    ("linen", "vit"): _linen(LinenViT(), classified, IMAGES["x"]),
-    ("linen", "lstm"): _linen(LinenLSTM(), classified, SERIES["x"]),
-    ("nnx", "transformer"): _nnx(NnxTransformer, next_token),
-    ("nnx", "vit"): _nnx(NnxViT, classified),
-    ("nnx", "lstm"): _nnx(NnxLSTM, classified),
-    ("equinox", "transformer"): _equinox(EquinoxTransformer, next_token),
-    ("equinox", "vit"): _equinox(EquinoxViT, classified),
-    ("equinox", "lstm"): _equinox(EquinoxLSTM, classified),
+    ("linen", "transformer"): _linen(LinenTransformer(), TEXT),
+    ("linen, force_fp32_for_softmax", "transformer"): _linen(LinenTransformer(force=True), TEXT),
+    ("linen", "vit"): _linen(LinenViT(), IMAGES["x"]),
+    ("linen", "lstm"): _linen(LinenLSTM(), SERIES["x"]),
+    ("nnx", "transformer"): _nnx(NnxTransformer),
+    ("nnx", "vit"): _nnx(NnxViT),
+    ("nnx", "lstm"): _nnx(NnxLSTM),
+    ("equinox", "transformer"): _equinox(EquinoxTransformer),
+    ("equinox", "vit"): _equinox(EquinoxViT),
+    ("equinox", "lstm"): _equinox(EquinoxLSTM),
 }

@@ -21,10 +21,9 @@ import jax.numpy as jnp
 
 from halfstep.core.rules import owner
 from halfstep.jax.jaxpr import (
-    INLINED,
+    CALLS,
     LAYOUT,
     PRODUCT,
-    REMAT,
     frames_of,
     functions_of,
     inputs_of,
@@ -32,7 +31,6 @@ from halfstep.jax.jaxpr import (
     walk,
 )
 
-_OPENED = INLINED | REMAT | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "remat_call"}
 _BODIES = {"scan", "cond", "while", "shard_map"}
 _TRANSFORMS = re.compile(r"\w+\(|\)")
 _CASTS = frozenset({"convert_element_type", "optimization_barrier", "reduce_precision", "device_put"})
@@ -147,7 +145,7 @@ def _add_equations(
     graph.consts += zip(constants, consts, strict=True)
 
     def equation(eqn: Any, taken: list[Value]) -> list[Value]:
-        if eqn.primitive.name in _OPENED:
+        if eqn.primitive.name in CALLS:
             [(inner, own)] = functions_of(eqn)
             return _add_equations(graph, inner, own, taken, (*around, eqn))
         node = Node(eqn, jaxpr, taken, around=around)
