@@ -21,6 +21,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -82,8 +83,7 @@ class _Graph:
 
     replay: Callable[[], None]
     batches: list[Tensor]  # that it reads
-    rates: list[tuple[Optimizer, dict[str, Any], Tensor]]
-    momenta: list[tuple[Muon, Tensor]]
+    scalars: list[tuple[Tensor, Callable[[], Any]]]  # rates and momenta that it reads, and what returns each
     result: Any  # that it writes
     held: list[Any]  # what it reads or writes by address
 
@@ -115,7 +115,8 @@ class StepGraph:
             self._places, self._graphs = places, None  # torch captures nothing into a pool whose graphs are gone
         if self._graphs is None:
             self._graphs = self._make(run.device)
-        if key not in self._captured and not self._is_second(key):
+        if key not in self._seen:
+            self._note_kind(key)
             return self._warm(loss_fn, batches), False
         run.check_parameters()
         run.masters.check_writes()
@@ -123,9 +124,7 @@ class StepGraph:
             self._captured[key] = self._capture(loss_fn, tensors, leaves, form)
         return self._replay(self._captured[key], tensors), True
 
-    def _is_second(self, key: Key) -> bool:
-        if key in self._seen:
-            return True
+    def _note_kind(self, key: Key) -> None:
         if len(self._seen) == MOST:
             last = [*self._seen][-1]
             differ = [part for part, now, then in zip(PARTS, key, last, strict=True) if now != then]
@@ -135,7 +134,6 @@ class StepGraph:
                 hint=f"pad micro-batches to a few shapes and pass the same loss function; or {PLAIN}",
             )
         self._seen[key] = None
-        return False
 
     def _warm(self, loss_fn: LossFn, batches: list[Any]) -> Any:
         buffers = self.run.buffers
@@ -152,13 +150,13 @@ class StepGraph:
 
     def _capture(self, loss_fn: LossFn, tensors: Sequence[Tensor], leaves: Sequence[Any], form: Any) -> _Graph:
         run, scale = self.run, self._static_scale()
-        static = [_empty_like(t).copy_(t) for t in tensors]
-        fed = iter(static)
+        tensors_read = [_empty_like(t).copy_(t) for t in tensors]
+        fed = iter(tensors_read)
         batches = pytree.tree_unflatten([next(fed) if isinstance(x, Tensor) else x for x in leaves], form)
         ours: list[Optimizer] = run.optimizers  # type: ignore[assignment]
         rates = [(o, g, torch.empty((), device=run.device)) for o in ours for g in o.param_groups]
         muons = [o for o in ours if isinstance(o, Muon) and isinstance(o.momentum_now, Tensor)]
-        momenta = [(o, torch.empty((), device=run.device)) for o in muons]
+        momenta = [(o, torch.empty((), device=run.device), o.momentum_now) for o in muons]
         results: list[Any] = []
 
         def work() -> None:
@@ -167,11 +165,10 @@ class StepGraph:
             for now, then in zip(scale, run.scale_state, strict=True):
                 now.copy_(then)
 
-        given = [o.momentum_now for o, _ in momenta]
         for optimizer in ours:
             optimizer.rates = {id(group): rate for other, group, rate in rates if other is optimizer}
-        for muon, momentum in momenta:
-            muon.set_momentum(momentum)
+        for muon, static, _ in momenta:
+            muon.set_momentum(static)
         watch, run.scale_watch = run.scale_watch, None  # it reads the device, which no capture allows
         held: list[Any] = []
         try:
@@ -189,20 +186,20 @@ class StepGraph:
             run.scale_state, run.scale_watch = scale, watch
             for optimizer in ours:
                 optimizer.rates = None
-            for (muon, _), momentum in zip(momenta, given, strict=True):
-                muon.set_momentum(momentum)
+            for muon, _, given in momenta:
+                muon.set_momentum(given)
         held += [loss_fn, run._norm.kernel, *(table for o in ours for table in o.tables())]
-        return _Graph(replay, static, rates, momenta, results[0], held)
+        scalars: list[tuple[Tensor, Callable[[], Any]]] = [(rate, partial(o.rate_of, g)) for o, g, rate in rates]
+        scalars += [(static, partial(getattr, muon, "momentum_now")) for muon, static, _ in momenta]
+        return _Graph(replay, tensors_read, scalars, results[0], held)
 
     @torch.no_grad()
     def _replay(self, graph: _Graph, tensors: Sequence[Tensor]) -> Any:
         self._static_scale()
         for static, given in zip(graph.batches, tensors, strict=True):
             static.copy_(given, non_blocking=True)
-        for optimizer, group, rate in graph.rates:
-            rate.copy_(optimizer.rate_of(group))
-        for muon, momentum in graph.momenta:
-            momentum.copy_(muon.momentum_now)
+        for scalar, current in graph.scalars:
+            scalar.copy_(current())
         graph.replay()
         CAPTURED.note_replay()
         return _clone_result(graph.result)
