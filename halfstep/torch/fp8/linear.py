@@ -33,7 +33,6 @@
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -325,27 +324,25 @@ def gradients(
             amax = torch.where(late.isnan(), late, amax)
         return lower(x, p.operand, casts, amax)
 
+    def multiply(made: Lowered | None, rows: Tensor, b: Lowered, out: Format, dtype: torch.dtype) -> Tensor:
+        """Multiplies g, or g^T, by another operand: all rows, whose codes were made, or some at a time."""
+        b = b._replace(inv_scale=_multiply(b.inv_scale, others))
+        if made is not None:
+            return product(made, b, out, dtype, casts)
+        return torch.cat([product(cast_part(part), b, out, dtype, casts) for part in _split(rows, parts)])
+
     # 4. grad_input = g W, some tokens at a time.
     if needs[0]:
         w = cast_parameter(values, casts)
         b = _transpose_operand(cast_again(w, w_amax), w, p.operand, casts)
-        b = b._replace(inv_scale=_multiply(b.inv_scale, others))
-        multiply = partial(product, b=b, out=formats[0], dtype=dtypes[0], casts=casts)
-        if whole is not None:
-            grad_input = multiply(_first_rows(whole, tokens))
-        else:
-            grad_input = torch.cat([multiply(cast_part(part)) for part in _split(g[:tokens], parts)])
+        grad_input = multiply(whole and _first_rows(whole, tokens), g[:tokens], b, formats[0], dtypes[0])
     # 5. grad_weight = g^T x, both transposed, some outputs at a time.
     if needs[1]:
         again = _casts_again(values, casts)
         x = cast_again(kept, x_scale) if again else Lowered(kept, x_scale)
         x_t = _transpose_operand(x, kept, p.operand, casts, shared=not again)
-        x_t = x_t._replace(inv_scale=_multiply(x_t.inv_scale, others))
-        multiply = partial(product, b=x_t, out=formats[1], dtype=dtypes[1], casts=casts)
-        if whole is not None:
-            grad_weight = multiply(_transpose_operand(whole, g, operand, casts, factor))
-        else:
-            grad_weight = torch.cat([multiply(cast_part(part)) for part in _split(g.t(), parts)])
+        g_t = whole and _transpose_operand(whole, g, operand, casts, factor)
+        grad_weight = multiply(g_t, g.t(), x_t, formats[1], dtypes[1])
     return grad_input, grad_weight, grad_bias, amaxes
 
 

@@ -110,19 +110,20 @@ def chunks_of(sizes: Sequence[int], most: int, device: torch.device) -> tuple[Te
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Returns a tensor on the device, without waiting."""
-    given = tensor.pin_memory() if device.type == "cuda" else tensor
-    if CAPTURED.held is not None:
-        CAPTURED.held.append(given)
-    return given.to(device, non_blocking=True)
+    return _pin(tensor, device).to(device, non_blocking=True)
 
 
 def fill(table: Tensor, start: int, values: Sequence[int]) -> None:
     """Writes numbers to a table on the device, without waiting."""
-    given = torch.tensor(values)
-    given = given.pin_memory() if table.is_cuda else given
+    table[start : start + len(values)].copy_(_pin(torch.tensor(values), table.device), non_blocking=True)
+
+
+def _pin(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns host memory that a device reads by itself; a graph that is being captured keeps it."""
+    given = tensor.pin_memory() if device.type == "cuda" else tensor
     if CAPTURED.held is not None:
         CAPTURED.held.append(given)
-    table[start : start + len(values)].copy_(given, non_blocking=True)
+    return given
 
 
 @triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=["rate", "found_inf"])
