@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -63,7 +63,8 @@ class Formats:
     def install(self) -> None:
         """Begins to read the graphs that dynamo compiles, and the format of losses."""
         self._compiled = graphs.graphs_compiled()
-        graphs.install(self._always, self._graph, partial(setattr, self, "_compiles", True))
+        see = partial(self.safely, graphs.read, self.operations)
+        graphs.install(self._always, see, partial(setattr, self, "_compiles", True))
         self._always.wrap(torch.autograd, "backward", self._backward)
 
     def start(self, models: Mapping[str, nn.Module]) -> None:
@@ -125,9 +126,6 @@ class Formats:
                 see(*args, **kwargs)
         except Exception as error:  # no error of an audit may reach the script
             self.unseen[f"some operations: {type(error).__name__}: {str(error).splitlines()[0][:200]}"] = None
-
-    def _graph(self, module: fx.GraphModule) -> None:
-        self.safely(graphs.read, module, self.operations)
 
     def _stack(self) -> list[tuple[Where, int]]:
         if not hasattr(self._local, "stack"):

@@ -61,7 +61,7 @@ def graphs_compiled() -> int:
     return dynamo.counters["stats"]["unique_graphs"] if dynamo is not None else 0
 
 
-def read(module: fx.GraphModule, operations: Operations) -> None:
+def read(operations: Operations, module: fx.GraphModule) -> None:
     """Adds every call of a graph to the operations."""
     around = next((kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)), None)
     backward = _cast_in_backward(around)

@@ -75,12 +75,8 @@ class Where(NamedTuple):
 
 def where_of(name: str, kind: str) -> Where:
     """Returns what is known of a module by its name and the name of its class."""
-    return Where(name, is_norm(kind), _ROUTER.search(name.lower()) is not None or "router" in kind.lower())
-
-
-def is_norm(kind: str) -> bool:
-    """Whether a class is a norm, by its name."""
-    return _NORM.search(kind) is not None
+    is_router = _ROUTER.search(name.lower()) is not None or "router" in kind.lower()
+    return Where(name, _NORM.search(kind) is not None, is_router)
 
 
 def _is_ordinary(tensor: Tensor) -> Tensor:

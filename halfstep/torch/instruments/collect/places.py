@@ -22,16 +22,11 @@ def is_library(file: str) -> bool:
     return file.startswith(tuple(folders)) or (file.startswith(_STDLIB) and "-packages" not in file)
 
 
-def user_frame(frame: FrameType | None) -> FrameType | None:
-    """Returns the nearest frame that is the user's."""
-    while frame is not None and is_library(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
-
-
 def place() -> str | None:
     """Returns `file:line` of the user's code that led here."""
-    frame = user_frame(sys._getframe(1))
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
     return None if frame is None else name_of(frame)
 
 
