@@ -2,8 +2,7 @@
 
 For a few updates hooks on modules say whose code runs, and a torch function mode is on inside the outermost of
 them (operations.py says what is seen of each function). Gradients of what a layer returns are seen by
-tensor hooks. Then all of it is taken away. Loss functions are replaced meanwhile, because loops call them outside
-of any module.
+tensor hooks. Loss functions are replaced for that time too, because loops call them outside of any module.
 
 If anything is compiled, none of this happens: hooks and modes would become a part of compiled code. Formats are
 read from dynamo's graphs (graphs.py), and the values inside them are not seen.
@@ -52,7 +51,7 @@ class Formats:
         self.operations, self.gradients = Operations(), Gradients()
         self.models: dict[str, nn.Module] = {}
         self.unseen: dict[str, None] = {}
-        self._always, self._hooks = Patches(), Patches()
+        self._hooks = Patches()  # of the few updates that are watched
         self._known: dict[int, _Known] = {}  # by id of a module; `models` keeps them alive
         self._local = threading.local()
         self._mode = _Mode(self)
@@ -60,12 +59,13 @@ class Formats:
         self._rounds = self._passes = self._compiled = 0
         self._steps: dict[int, int] = {}
 
-    def install(self) -> None:
+    def install(self, patches: Patches) -> None:
         """Begins to read the graphs that dynamo compiles, and the format of losses."""
         self._compiled = graphs.graphs_compiled()
         see = partial(self.safely, graphs.read, self.operations)
-        graphs.install(self._always, see, partial(setattr, self, "_compiles", True))
-        self._always.wrap(torch.autograd, "backward", self._backward)
+        graphs.install(patches, see, partial(setattr, self, "_compiles", True))
+        patches.wrap(torch.autograd, "backward", self._backward)
+        patches.on_undo(self.unwatch)
 
     def start(self, models: Mapping[str, nn.Module]) -> None:
         """Watches the models for a few updates."""
@@ -105,11 +105,6 @@ class Formats:
         """Removes the hooks on modules."""
         self._hooks.undo()
         self.watching = False
-
-    def stop(self) -> None:
-        """Removes every hook."""
-        self.unwatch()
-        self._always.undo()
 
     def fill(self, record: Record) -> None:
         """Adds the operations and switches to a record."""

@@ -51,15 +51,13 @@ class Watch:
 
     def __enter__(self) -> "Watch":
         if self.log.formats is not None:
-            self.log.formats.install()
+            self.log.formats.install(self.patches)
         for hooks in (loop_hooks, system_hooks):
             hooks.install(self.log, self.patches)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.patches.undo()
-        if self.log.formats is not None:
-            self.log.formats.stop()
 
     def record(self) -> Record:
         """Returns everything logged so far."""

@@ -81,7 +81,7 @@ class Watched:
         return self.follow(loss, x, sample)
 
     def follow(self, y: Tensor, x: Tensor, sample: Tensor | None = None) -> Tensor:
-        """Keeps a part of x, and of the gradient of y, or `sample` times it; returns y, compiled its identity."""
+        """Keeps a part of x, and of the gradient of y or `sample` times it; returns y, compiled as an identity."""
         kept = evenly_spaced(x.detach(), self.slice).clone().reshape(-1)
         if torch.compiler.is_compiling():
             given = (self.slot, self.limits, self.slice, self.is_scaled, self.is_repeated)
