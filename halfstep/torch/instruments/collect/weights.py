@@ -17,19 +17,21 @@ from halfstep.torch.instruments.collect.updates import UpdateWatch
 # What third-party optimizers call it in their settings or state: torchao, optimi, pytorch_optimizer.
 _SMALL_UPDATES = re.compile(r"stochastic|kahan|(^|_)comp(ensation)?($|_)")
 
+_Held = tuple[Any, dict[str, Any], Tensor]  # an optimizer, its group, and the parameter that it steps
+
 
 def weights_of(
     model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), watch: UpdateWatch | None = None
 ) -> list[Weight]:
     """Returns every parameter of a model, with what its optimizer holds and what happened to its updates."""
-    held = {id(p): (opt, p) for opt in optimizers for group in opt.param_groups for p in group["params"]}
+    held = {id(p): (opt, group, p) for opt in optimizers for group in opt.param_groups for p in group["params"]}
     masters = _separate_masters(model, held)
     found: dict[int, Weight] = {}
     for prefix, module in model.named_modules():
         for name, p in module.named_parameters(recurse=False):
             if id(p) in found:  # tied: the first name stands for it
                 continue
-            optimizer, stepped = held.get(id(p)) or masters.get(id(p)) or (None, p)
+            optimizer, group, stepped = held.get(id(p)) or masters.get(id(p)) or (None, {}, p)
             whole = f"{prefix}.{name}" if prefix else name
             found[id(p)] = Weight(
                 name=whole,
@@ -42,7 +44,7 @@ def weights_of(
                 moments=_moment_formats(optimizer, stepped),
                 grad_format=None if p.grad is None else format_name(p.grad.dtype),
                 updates=watch.counts(stepped) if watch else None,
-                stochastic=optimizer is not None and _keeps_small_updates(optimizer, stepped),
+                stochastic=optimizer is not None and _keeps_small_updates(optimizer, group, stepped),
             )
     return [*found.values()]
 
@@ -56,19 +58,19 @@ def buffers_of(model: nn.Module) -> list[Buffer]:
     ]
 
 
-def _separate_masters(model: nn.Module, held: dict[int, tuple[Any, Tensor]]) -> dict[int, tuple[Any, Tensor]]:
+def _separate_masters(model: nn.Module, held: dict[int, _Held]) -> dict[int, _Held]:
     """Pairs narrow weights that no optimizer holds with fp32 tensors that one holds and the model does not.
 
     Libraries that keep masters apart give the optimizer copies, in the order of the model.
     """
     own = {id(p) for p in model.parameters()}
-    copies = [pair for key, pair in held.items() if key not in own and pair[1].dtype == torch.float32]
+    copies = [its for key, its in held.items() if key not in own and its[-1].dtype == torch.float32]
     paired = {}
     for p in model.parameters():
         if id(p) not in held and p.requires_grad and p.dtype in (torch.bfloat16, torch.float16):
-            match = next((pair for pair in copies if pair[1].shape == p.shape), None)
+            match = next((its for its in copies if its[-1].shape == p.shape), None)
             if match is not None:
-                copies = [pair for pair in copies if pair is not match]
+                copies = [its for its in copies if its is not match]
                 paired[id(p)] = match
     return paired
 
@@ -79,13 +81,10 @@ def _master(parameter: Tensor, stepped: Tensor) -> str | None:
     return None if stepped is parameter else format_name(stepped.dtype)
 
 
-def _keeps_small_updates(optimizer: Any, parameter: Tensor) -> bool:
+def _keeps_small_updates(optimizer: Any, group: dict[str, Any], parameter: Tensor) -> bool:
     """Returns whether an optimizer says that it rounds stochastically, or keeps what rounds away (Kahan's sum)."""
     if belongs_to_halfstep(optimizer) and hasattr(optimizer, "masters"):
         return bool(optimizer.masters.of(parameter).stochastic)
-    group: dict[str, Any] = next(
-        (g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), {}
-    )
     settings = {**vars(optimizer), **group}
     said = any(_SMALL_UPDATES.search(str(name)) and value is True for name, value in settings.items())
     state = optimizer.state.get(parameter, {})
