@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from halfstep.core.formats import BF16, FP16
 from halfstep.core.policy import Policy
@@ -48,6 +49,22 @@ class Net(nn.Module):
 
     def forward(self, *args, **kwargs):
         return self.layer(*args, **kwargs)
+
+
+class Decoder(nn.Module):
+    """Blocks between an embedding and a head; `recompute` checkpoints the blocks."""
+
+    def __init__(self, block, layers, width, vocabulary, *, recompute=False):
+        super().__init__()
+        self.embed, self.recompute = nn.Embedding(vocabulary, width), recompute
+        self.blocks = nn.ModuleList(block() for _ in range(layers))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return self.head(x)
 
 
 def within(module, policy):

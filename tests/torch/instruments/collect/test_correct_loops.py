@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from halfstep.core.audit.engine import check
 from halfstep.torch import AdamW, prepare
 from halfstep.torch.instruments.collect.watch import Watch
+from tests.torch.nets import Decoder
 
 WIDTH, TOKENS = 16, 11
 
@@ -34,21 +34,12 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
-class Model(nn.Module):
-    def __init__(self, *, tied=False, recompute=False, mask=-math.inf):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, TOKENS, bias=False)
-        self.blocks = nn.ModuleList(Block(mask) for _ in range(2))
-        self.recompute = recompute
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-        return self.head(x)
+def decoder(*, tied=False, recompute=False, mask=-math.inf):
+    torch.manual_seed(0)
+    model = Decoder(lambda: Block(mask), 2, WIDTH, TOKENS, recompute=recompute)
+    if tied:
+        model.head.weight = model.embed.weight
+    return model
 
 
 class Lora(nn.Module):
@@ -66,14 +57,14 @@ class Lora(nn.Module):
 
 
 def adapted():
-    model = Model().to(torch.bfloat16).requires_grad_(False)
+    model = decoder().to(torch.bfloat16).requires_grad_(False)
     for block in model.blocks:
         block.up = Lora(block.up)
     return model
 
 
 def frozen():
-    model = Model()
+    model = decoder()
     model.embed.requires_grad_(False)
     model.blocks[0].requires_grad_(False)
     return model
@@ -103,12 +94,12 @@ def train(model, autocast=None, optimizer=torch.optim.AdamW, call=None, steps=4)
 
 def compiled(autocast):
     torch._dynamo.reset()
-    model = Model()
+    model = decoder()
     train(model, autocast, call=torch.compile(model, backend="aot_eager"))
 
 
 def prepared(policy):
-    model = Model()
+    model = decoder()
     run = prepare(model, AdamW(model.parameters()), policy)
     tokens = torch.randint(TOKENS, (2, 5))
     for _ in range(4):
@@ -117,16 +108,16 @@ def prepared(policy):
 
 bf16, fp16 = torch.bfloat16, torch.float16
 LOOPS = {
-    "bf16 autocast": lambda: train(Model(), bf16),
-    "fp16 autocast": lambda: train(Model(), fp16),
-    "fp32": lambda: train(Model()),
-    "a mask of finite numbers": lambda: train(Model(mask=torch.finfo(fp16).min), fp16),
-    "tied": lambda: train(Model(tied=True), bf16),
-    "checkpointing": lambda: train(Model(recompute=True), bf16),
+    "bf16 autocast": lambda: train(decoder(), bf16),
+    "fp16 autocast": lambda: train(decoder(), fp16),
+    "fp32": lambda: train(decoder()),
+    "a mask of finite numbers": lambda: train(decoder(mask=torch.finfo(fp16).min), fp16),
+    "tied": lambda: train(decoder(tied=True), bf16),
+    "checkpointing": lambda: train(decoder(recompute=True), bf16),
     "frozen layers": lambda: train(frozen(), bf16),
     "fp32 adapters": lambda: train(adapted()),
     "fp32 adapters, autocast": lambda: train(adapted(), bf16),
-    "bf16, rounded stochastically": lambda: train(Model().to(bf16), optimizer=stochastic),
+    "bf16, rounded stochastically": lambda: train(decoder().to(bf16), optimizer=stochastic),
     "compiled": lambda: compiled(bf16),
     "compiled, fp16": lambda: compiled(fp16),
     "prepared": lambda: prepared("bf16-mixed"),

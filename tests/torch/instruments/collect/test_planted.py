@@ -8,6 +8,7 @@ from torch import nn
 from halfstep.core.audit.engine import check
 from halfstep.torch.instruments.collect.watch import Watch
 from tests.planted import PLANTED
+from tests.torch.nets import Decoder
 
 WIDTH, EXPERTS = 8, 2
 
@@ -61,20 +62,6 @@ class Block(nn.Module):
         return x + mixed + self.down(F.gelu(self.up(h))) * self.scale
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(11, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(8))
-        self.head = nn.Linear(WIDTH, 11)
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 def plant(what, model):
     """Plants a hazard, and returns the parameters that have their own group, and its learning rate."""
     block = model.blocks[int(PLANTED[what].layer.split(".")[1])]
@@ -101,7 +88,7 @@ def plant(what, model):
 
 def train(what, compute):
     torch.manual_seed(0)
-    model = Model()
+    model = Decoder(Block, 8, WIDTH, 11)
     apart, rate = plant(what, model)
     rest = [p for p in model.parameters() if p.requires_grad and not any(p is each for each in apart)]
     groups = [{"params": rest}, *([{"params": apart, "lr": rate}] if apart else [])]

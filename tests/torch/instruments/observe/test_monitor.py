@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
 
 from halfstep.core.errors import HalfstepError
 from halfstep.core.observed import AMAX, COLUMNS, COUNT, OVERFLOW, ROLES, UNDERFLOW, row_of
@@ -21,36 +20,19 @@ from halfstep.torch.instruments.observe.sums import observations, part_of, requa
 from halfstep.torch.layers import CastedLinear
 from halfstep.torch.numerics.cast import quantize, quantize_scaled
 from tests.refusals import refuses
+from tests.torch.nets import Decoder
 
 LOST = 3  # the column of lost updates
 
 
 class Block(nn.Module):
-    def __init__(self, width):
+    def __init__(self):
         super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.act, self.down = (
-            nn.Linear(width, 2 * width),
-            nn.ReLU(inplace=True),
-            nn.Linear(2 * width, width),
-        )
+        self.norm, self.act = nn.LayerNorm(8), nn.ReLU(inplace=True)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x):
         return x + self.down(self.act(self.up(self.norm(x))))
-
-
-class Model(nn.Module):
-    def __init__(self, width=8, again=False):
-        super().__init__()
-        self.embed, self.again = nn.Embedding(20, width), again
-        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
-        self.head = nn.Linear(width, 20, bias=False)
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
-        return self.head(x)
 
 
 def tokens(seed, rows=4):
@@ -59,7 +41,7 @@ def tokens(seed, rows=4):
 
 def make(policy="bf16-mixed", again=False, monitor=None, lr=1e-2):
     torch.manual_seed(0)
-    model = Model(again=again)
+    model = Decoder(Block, 2, 8, 20, recompute=again)
     run = prepare(model, torch.optim.AdamW(model.parameters(), lr), policy)
     return run, None if monitor is None else run.monitor(**monitor)
 
@@ -148,7 +130,7 @@ def test_narrow_operands_are_scaled_first():
 
 
 def test_a_frozen_part_stays_frozen():
-    model = Model()
+    model = Decoder(Block, 2, 8, 20)
     model.embed.requires_grad_(False)
     model.blocks[0].requires_grad_(False)
     run = prepare(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]), "bf16-mixed")
