@@ -304,11 +304,13 @@ class Accelerator(accelerate.Accelerator):
 
     def summary(self) -> str:
         """Describes what the policy does to the model, and what Accelerate and the policy do for each other."""
+        run = self.run
         known = "as far as known without waiting for the device: the flag may be some updates late"
-        if _waits_for_flags(self.run):
-            known = "known exactly; reading the flag waits for the device after each update"
-        clipped = "  Accelerate: gradients are clipped where clip_grad_norm_ says"
-        return "\n".join([self.run.summary(), clipped, f"  skipped updates: {known}"])
+        if _waits_for_flags(run):
+            waits = "" if run.device.type == "cpu" else "; reading the flag waits for the device after each update"
+            known = f"known exactly{waits}"
+        run.clipped_by = "clip_grad_norm_"
+        return "\n".join([run.summary(), f"  skipped updates: {known}"])
 
     # -- saving
 

@@ -247,7 +247,8 @@ def test_the_summary_names_what_waits(tmp_path):
     trainer = make(tmp_path, max_steps=1)
     trainer.train()
     assert "logging_nan_inf_filter" in trainer.summary()
-    assert "skipped updates" in trainer.summary()
+    assert "skipped updates: known exactly\n" in trainer.summary()  # on a CPU nothing waits
+    assert "clipped where clip_grad_norm_ says; loss scale" in trainer.summary()
     assert math.isfinite(float(trainer.accelerator.result.loss))
     assert copy.deepcopy(trainer.model) is not None
 

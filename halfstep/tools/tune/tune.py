@@ -138,6 +138,8 @@ class Tuner:
     def __init__(self, target: Target, settings: Settings, out: Path, on_progress: OnProgress):
         self.target, self.settings, self.out = target, settings, out
         self.base, self.unit, self.lacking = self._resolve_base()
+        for pair in self._pairs():  # a policy that cannot be is refused before anything is trained
+            self._with_option("module", Option(*pair))
         self._on_progress, self._done, self._total, self._words = on_progress, 0, 0, ""
         self.known: dict[str, Any] = self._read()
         self.evaluations: list[Evaluation] = []

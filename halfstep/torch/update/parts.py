@@ -63,6 +63,7 @@ class RunParts:
     ):
         self.model, self.policy, self.conversion = model, policy, conversion
         self.clip_norm, self.choice = clip_norm, choice  # what `auto` chose and why; None if a policy was named
+        self.clipped_by = ""  # whose call says how gradients are clipped, if not `clip_norm`
         self.note = note  # what the name of the policy was read as
         self.optimizers: list[torch.optim.Optimizer] = []
         self.drivers: list[Driver] = []

@@ -144,6 +144,8 @@ def _masters(run: RunParts) -> Iterator[str]:
 
 def _gradients(run: RunParts) -> Iterator[str]:
     clip = f"clipped to {run.clip_norm:g}" if run.clip_norm else "not clipped"
+    if run.clipped_by:
+        clip = f"clipped where {run.clipped_by} says"
     scale = print_value(run.policy.scale)
     if run.switches.before:
         yield "  matmuls sum in fp32: torch's reduced-precision reductions are off until unprepare()"

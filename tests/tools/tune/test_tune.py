@@ -9,7 +9,7 @@ import pytest
 
 from halfstep.cli.main import run
 from halfstep.config.load import read_policy
-from halfstep.core.errors import ConfigError
+from halfstep.core.errors import ConfigError, PolicyError
 from halfstep.core.policy import Policy
 from halfstep.tools.tune.reasons import policy_file, summary
 from halfstep.tools.tune.targets import base_of, target_of
@@ -221,6 +221,13 @@ def test_base_that_diverges_or_does_not_depend_on_the_seed_is_refused(tmp_path):
         tuned(Diverges(), tmp_path / "a")
     with pytest.raises(ConfigError, match="seeds make no difference"):
         tuned(Fake(spread=0), tmp_path / "b")
+
+
+def test_a_format_that_no_policy_can_have_is_refused_before_anything_is_trained(tmp_path):
+    target = Fake()
+    with pytest.raises(PolicyError, match="without a scale"):
+        tuned(target, tmp_path, replace(SETTINGS, compute=("fp16",)))
+    assert target.trained == []
 
 
 def test_rules_of_the_base_are_kept(tmp_path):
