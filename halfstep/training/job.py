@@ -77,21 +77,24 @@ class Job:
     """The processes of a run; without a host, this process alone, which agrees with itself."""
 
     def __init__(self, host: Host | None = None):
+        self.is_sharded = False  # whether each process has a part of the state
+        self._watchdog: Watchdog | None = None
+        self._device: str | None = None
+        self._join(host)
+
+    def _join(self, host: Host | None) -> None:
         self.host = host
         self.rank, self.ranks = (0, 1) if host is None else (host.rank, host.ranks)
         self.owner = self.rank == 0  # of the folder, the events and the terminal
         # What `Batches.at` takes to read this rank's share of an update: nothing if it reads all.
         self.share: tuple[int, ...] = () if self.ranks == 1 else (self.rank, self.ranks)
-        self.is_sharded = False  # whether each process has a part of the state
-        self._watchdog: Watchdog | None = None
-        self._device: str | None = None
 
     def connect(self, config: RunConfig, device: str | None) -> str | None:
         """Connects the devices of all processes; returns the device of this one. Idempotent."""
         if self._device is not None:
             return self._device
         if self.host is None and config.parallel.shard != "none":
-            self.host = backend_module("torch", "parallel.job").Host()
+            self._join(backend_module("torch", "parallel.job").Host())
         if self.host is None:
             return device
         if config.backend != self.host.backend:

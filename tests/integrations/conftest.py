@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def log():
-    """What the packages of others log during a test."""
+    """What third-party packages log during a test."""
     written = io.StringIO()
     handler = logging.StreamHandler(written)
     loggers = [logging.getLogger(), logging.getLogger("transformers")]  # the latter passes nothing on

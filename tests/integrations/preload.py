@@ -1,4 +1,4 @@
-"""What processes begin with in the tests of integrations: what all begin with, and the packages of others."""
+"""What processes begin with in the tests of integrations: what all begin with, and third-party packages."""
 
 import gc
 

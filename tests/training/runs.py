@@ -151,7 +151,7 @@ def stop():
 
 
 def raising(error):
-    """Returns a function that raises, in place of a call that would not."""
+    """Returns a function that raises, instead of a call that would not."""
 
     def call(*_, **__):
         raise error
@@ -160,7 +160,7 @@ def raising(error):
 
 
 def full(*_, **__):
-    """Raises what a full disk raises, in place of a call that writes."""
+    """Raises what a full disk raises, instead of a call that writes."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

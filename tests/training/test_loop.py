@@ -48,7 +48,7 @@ def test_a_run_leaves_its_folder_with_everything_in_it(text, out):
     assert held_out.ratio == held_out.bits_per_byte / held_out.bigram_bits
     assert load(str(out / "run.toml")) == config(
         text, "policy=fp32", "monitor.on=false"
-    )  # what ran, in place of `auto`
+    )  # what ran, instead of `auto`
     events = read_events(out / "events.jsonl")
     kinds = [event["event"] for event in events]
     assert kinds.count("step") == 6

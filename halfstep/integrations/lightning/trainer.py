@@ -123,7 +123,7 @@ class HalfstepPrecision(PlainPrecision):
         return self  # a copy of a module has no run of its own
 
     def _release(self) -> None:
-        """Gives a module back to whom else may train or evaluate it."""
+        """Releases the module, so that another Trainer may train or evaluate it."""
         if self._run is not None and self._run._open:
             self._run.unprepare()
         self._run = None

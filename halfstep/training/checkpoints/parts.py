@@ -118,7 +118,7 @@ def _publish_failure(partial: Path, rank: int, ranks: int, error: Exception) -> 
 
 
 def _wait_for_notes(partial: Path, target: Path, ranks: int) -> dict[str, dict[str, Any]]:
-    """Waits for the notes of all ranks and returns them; refuses them as soon as one tells of an error."""
+    """Waits for the notes of all ranks and returns them; refuses them as soon as one reports an error."""
     notes: dict[str, dict[str, Any]] = {}
     names, over = [part_name(rank, ranks) for rank in range(ranks)], time.monotonic() + PATIENCE
     while True:

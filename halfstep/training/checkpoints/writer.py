@@ -27,7 +27,7 @@ count.
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,23 +91,18 @@ def survey(folder: Path, known: dict[Path, Candidate] | None = None) -> dict[int
     return {checkpoint.step_of(path): known[path] for path in paths if path in known}
 
 
-def steps_to_keep(
-    steps: Iterable[int],
-    retention: Retention,
-    best: int | None = None,
-    protected: int | None = None,
-    undue: Collection[int] = (),
-) -> set[int]:
-    """Returns the steps whose checkpoints stay; the newest up to step `protected` is one of them."""
-    ordered = sorted(steps)
-    due = [step for step in ordered if step not in undue]
-    stay = set(due[-retention.last :]) | set(ordered[-1:])
+def steps_to_keep(seen: Mapping[int, Candidate], retention: Retention, good: int | None = None) -> set[int]:
+    """Returns the steps whose checkpoints stay; one of them is known to be good if step `good` is."""
+    ordered = sorted(seen)
+    due = [step for step in ordered if seen[step].due]
+    stay: set[int | None] = {*due[-retention.last :], *ordered[-1:]}
     if retention.every:
         stay |= {step for step in ordered if step % retention.every == 0}
-    if retention.best and best is not None:
-        stay.add(best)
-    before = [step for step in ordered if protected is not None and step <= protected]
-    return stay | set(before[-1:])
+    if retention.best:
+        stay.add(best_step(seen))
+    if good is not None:
+        stay.add(good_step(seen, good))
+    return {step for step in stay if step is not None}
 
 
 def prune(
@@ -115,9 +110,7 @@ def prune(
 ) -> list[Path]:
     """Removes the complete checkpoints that are not kept; returns them. `known` is as in `survey`."""
     seen = survey(folder, known)
-    best = best_step(seen) if retention.best else None
-    protected = None if good is None else good_step(seen, good)
-    stay = steps_to_keep(seen, retention, best, protected, [step for step, one in seen.items() if not one.due])
+    stay = steps_to_keep(seen, retention, good)
     old = [one.path for step, one in seen.items() if step not in stay]
     for path in old:
         checkpoint.discard(path)

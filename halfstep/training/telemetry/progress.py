@@ -37,7 +37,7 @@ class Progress:
         self.total, self.clock = total, clock
         self._stream = drop_refusals(sys.stderr if stream is None else stream)
         self._first: tuple[float, int] | None = None  # the first update: when, and how much was done
-        self._last_line: float | None = None
+        self._last_line = -math.inf  # when it was printed
         self._last_tenth = 0
         # A dumb terminal (such as one inside an editor) cannot redraw a line.
         self.is_live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
@@ -71,30 +71,20 @@ class Progress:
         return f"{timedelta(seconds=round(left))} left" if left < FOREVER else ""
 
     def _show(self, done: int, parts: Iterable[str]) -> None:
-        shown, now, tenth = list(filter(None, parts)), self.clock(), self.tenths * done // max(1, self.total)
+        shown, label = list(filter(None, parts)), self._label(done)
         if self.is_live:
             # The last ones are left out where the terminal is too narrow for them and a bar.
-            room = terminal_width(self._stream) - len(self._label(done)) - NARROWEST_BAR
+            room = terminal_width(self._stream) - len(label) - NARROWEST_BAR
             while len(shown) > 1 and len("  ".join(shown)) > room:
                 shown.pop()
-        text = "  ".join(shown)
-        if self.is_live:
-            self._bar.update(
-                self._task,
-                completed=done,
-                total=self.total,
-                description=text,
-                label=self._label(done),
-                refresh=done >= self.total,
-            )
-        elif (
-            self._last_line is None
-            or now - self._last_line >= SECONDS_BETWEEN_LINES
-            or tenth > self._last_tenth
-            or done >= self.total
-        ):
+            numbers = {"completed": done, "total": self.total, "label": label, "refresh": done >= self.total}
+            self._bar.update(self._task, description="  ".join(shown), **numbers)
+            return
+        now, tenth = self.clock(), self.tenths * done // max(1, self.total)
+        is_late = now - self._last_line >= SECONDS_BETWEEN_LINES
+        if is_late or tenth > self._last_tenth or done >= self.total:
             self._last_line, self._last_tenth = now, tenth
-            self.note(f"{self._label(done)}  {text}".rstrip())
+            self.note(f"{label}  {'  '.join(shown)}".rstrip())
 
     def __enter__(self) -> Self:
         if self.is_live:

@@ -104,8 +104,13 @@ class Layout:
     from_shapes: Callable[[Tensors], Settings]  # the settings that shapes reveal
     from_config: Callable[[Table], Settings]  # those that a description states; refuses what we cannot express
     to_config: Callable[[ModelConfig], Settings]  # the description whose settings are nearest to a model's
-    notes: Callable[[Table], list[str]] = lambda _: []  # what the description states and training ignores
+    dropout: tuple[str, ...] = ()  # the rates of a description, which training ignores
     skip_reason: Callable[[str], str] = lambda _: ""  # why a tensor is skipped on purpose; empty if it must not be
+
+    def notes(self, config: Table) -> list[str]:
+        """Returns what a description states and training ignores."""
+        rates = [f"{key} {config[key]}" for key in self.dropout if config.get(key)]
+        return [f"config.json has dropout ({', '.join(rates)}), and our decoder has none"] if rates else []
 
     def pieces(self, tensors: Tensors, name: str) -> list[str]:
         """Returns the tensors of a parameter: itself, and the lower half of a split master of ours."""
@@ -138,6 +143,7 @@ class Layout:
 # --- GPT-2, of transformers --------------------------------------------------------------------------------
 
 _MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+_GPT2_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 _ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
 
 
@@ -192,7 +198,6 @@ def _gpt2_from_config(config: Table) -> Settings:
 
 def _gpt2_to_config(model: ModelConfig) -> Settings:
     activations = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
-    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     return {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
@@ -205,13 +210,8 @@ def _gpt2_to_config(model: ModelConfig) -> Settings:
         "activation_function": activations.get(model.mlp, "gelu_new"),
         "layer_norm_epsilon": model.epsilon_of("layer"),
         "tie_word_embeddings": model.tied,
-        **dropout,
+        **dict.fromkeys(_GPT2_DROPOUT, 0.0),
     }
-
-
-def _gpt2_notes(config: Table) -> list[str]:
-    rates = [f"{key} {config[key]}" for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop") if config.get(key)]
-    return [f"config.json has dropout ({', '.join(rates)}), and our decoder has none"] if rates else []
 
 
 GPT2 = Layout(
@@ -223,7 +223,7 @@ GPT2 = Layout(
     _gpt2_from_shapes,
     _gpt2_from_config,
     _gpt2_to_config,
-    _gpt2_notes,
+    _GPT2_DROPOUT,
     lambda name: "attention masks, not weights" if _MASKS.fullmatch(name) else "",  # older versions saved them
 )
 
@@ -312,11 +312,6 @@ def _qwen3_to_config(model: ModelConfig) -> Settings:
     }
 
 
-def _qwen3_notes(config: Table) -> list[str]:
-    rate = config.get("attention_dropout")
-    return [f"config.json has attention_dropout {rate}, and our decoder has none"] if rate else []
-
-
 QWEN3 = Layout(
     "qwen3",
     "model.",
@@ -326,7 +321,7 @@ QWEN3 = Layout(
     _qwen3_from_shapes,
     _qwen3_from_config,
     _qwen3_to_config,
-    _qwen3_notes,
+    ("attention_dropout",),
 )
 
 # --- ours: a checkpoint, or its weights alone -------------------------------------------------------------

@@ -1,11 +1,14 @@
 """What stays: the last, every so many, the best, the protected, and whatever is not whole."""
 
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from halfstep.core.state_format import Stored
 from halfstep.training.checkpoints.checkpoint import save
 from halfstep.training.checkpoints.writer import (
+    Candidate,
     Retention,
     best_step,
     due_step,
@@ -95,20 +98,20 @@ def test_what_is_refused_on_load_stops_no_prune(tmp_path):
 
 
 @given(
-    st.sets(st.integers(0, 60), min_size=1),
+    st.dictionaries(st.integers(0, 60), st.booleans(), min_size=1),
     st.integers(1, 4),
     st.integers(0, 7),
     st.booleans(),
     st.none() | st.integers(0, 60),
 )
-def test_the_newest_always_stays_and_each_that_stays_has_a_reason(steps, last, every, by_best, protected):
-    chosen = min(steps)
-    stay = steps_to_keep(steps, Retention(last, every, by_best), chosen, protected)
+def test_the_newest_always_stays_and_each_that_stays_has_a_reason(steps, last, every, by_best, good):
+    seen = {step: Candidate(Path(), due, float(step)) for step, due in steps.items()}
+    stay = steps_to_keep(seen, Retention(last, every, by_best), good)
     assert max(steps) in stay
-    assert stay <= steps
-    ordered = sorted(steps)
-    good = max((s for s in steps if protected is not None and s <= protected), default=None)
+    due = sorted(step for step in steps if steps[step])
+    before = [step for step in sorted(steps) if good is not None and step <= good]
+    protected = [step for step in before if steps[step]][-1:] or before[-1:]
     for step in steps:
-        reasons = (step in ordered[-last:], every > 0 and step % every == 0, by_best and step == chosen,
-                   step == good)  # fmt: skip
+        reasons = (step == max(steps), step in due[-last:], every > 0 and step % every == 0,
+                   by_best and step == min(steps), step in protected)  # fmt: skip
         assert (step in stay) == any(reasons)

@@ -200,7 +200,7 @@ def test_packed_shards_are_not_read_without_their_index(folder, tmp_path, state)
     others.mkdir()
     (others / "a.bin").write_bytes((folder / "train_000000.bin").read_bytes())
     assert "without the index" in refused(f"{tmp_path}/*/*.bin").message  # one folder of ours is enough
-    (folder / state).unlink()  # shards of others
+    (folder / state).unlink()  # shards of unknown origin
     assert load_corpus(f"{folder}/*.bin", 0.1, 256).bytes_per_token is None
-    (folder / "index.json").write_text("{}")  # an index of others
+    (folder / "index.json").write_text("{}")  # an unrelated index
     assert load_corpus(f"{folder}/*.bin", 0.1, 256).bytes_per_token is None
