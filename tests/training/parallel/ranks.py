@@ -4,6 +4,7 @@ import hashlib
 import os
 from functools import partial
 
+import pytest
 import torch
 
 from halfstep.cli import outcome
@@ -25,6 +26,14 @@ def train(commands, plant=None, count=2, local=None):
     """Runs a command on each rank; returns (exit code, what it printed, digest of its weights) of each."""
     commands = commands if isinstance(commands[0], list) else [commands] * count
     return run_ranks(_command, commands, plant, local or count, count=count)
+
+
+def train_to_end(*given, **options):
+    """Trains as `train` does; fails the test unless every rank ends with exit code 0."""
+    ends = train(*given, **options)
+    if any(code for code, *_ in ends):
+        pytest.fail(str(ends))
+    return ends
 
 
 def _command(commands, plant, local):

@@ -1,5 +1,7 @@
-"""`halfstep train` in several processes: the same run as in one, whose ranks decide together."""
+"""`halfstep train` in several processes: the same run as in one, whose ranks decide and save together."""
 
+import errno
+import json
 import math
 import os
 import re
@@ -14,8 +16,9 @@ import pytest
 import torch
 
 from halfstep.cli.main import run
+from halfstep.training.checkpoints import checkpoint, tensors
 from halfstep.training.data.types import DataError
-from tests.training.parallel.ranks import log_of, numbers, train, words
+from tests.training.parallel.ranks import log_of, numbers, train, train_to_end, words
 from tests.training.runs import at_step, events_of, final_state, stop
 
 TOKENS = 4 * 16  # of an update
@@ -52,12 +55,10 @@ def test_two_ranks_train_as_one_and_a_signal_to_one_stops_both(text, tmp_path):
     assert min(alone["activation"]["count"]) == 6 * 4 * 16 * 16  # steps, sequences, tokens, features
     assert [event["why"] for event in events_of(two, "sample")] == ["schedule"]
 
-    stopped = train(words(text, halved), stop_rank_1_at_3)
-    assert [code for code, *_ in stopped] == [0, 0], stopped
+    train_to_end(words(text, halved), stop_rank_1_at_3)
     (event,) = events_of(halved, "stop")
     assert (event["reason"], event["step"], event["saved"]) == ("SIGTERM", 4, 4)
-    resumed = train(words(text, halved, resume=True))
-    assert [code for code, *_ in resumed] == [0, 0], resumed
+    resumed = train_to_end(words(text, halved, resume=True))
     assert final_state(halved)[0] == final_state(two)[0]
     assert [digest for *_, digest in resumed] == [own, own]
 
@@ -68,16 +69,14 @@ def test_two_ranks_with_shards_train_as_one(text, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     adamw, full = "optimizer.name=adamw", "parallel.shard=full"
     assert run(words(text, one, adamw)) == 0
-    ends = train(words(text, two, adamw, full), stop_rank_1_at_3)
-    assert [code for code, *_ in ends] == [0, 0], ends
+    ends = train_to_end(words(text, two, adamw, full), stop_rank_1_at_3)
     assert "2 processes, each with a share of the state (FSDP2)" in ends[0][1]
     assert "Warning" not in ends[0][1]
     assert ends[0][2] == ends[1][2]
     (event,) = events_of(two, "stop")
     assert (event["step"], event["saved"]) == (4, 4)
     assert len([*(two / "checkpoints" / "step-000004").glob("state-*.safetensors")]) == 2
-    ends = train(words(text, two, adamw, resume=True))
-    assert [code for code, *_ in ends] == [0, 0], ends
+    ends = train_to_end(words(text, two, adamw, resume=True))
     assert_same_numbers(numbers(one), numbers(two))
     assert_same_numbers(*(numbers(out, "validation", ("step", "loss", "bits_per_byte")) for out in (one, two)))
 
@@ -101,8 +100,7 @@ def test_ranks_train_as_one_however_they_share_the_model(case, text, tmp_path):
     settings += [each for each in SHARED[case] if not each.startswith("policy")]
     alone = [each for each in settings if not each.startswith(("parallel", "training.compile"))]
     assert run(words(text, one, *alone, policy=policy)) == 0
-    ends = train(words(text, many, *settings, policy=policy), count=count, local=2)
-    assert [code for code, *_ in ends] == [0] * count, ends
+    ends = train_to_end(words(text, many, *settings, policy=policy), count=count, local=2)
     assert len({str(digest) for *_, digest in ends}) == 1
     assert_same_numbers(numbers(one), numbers(many))
 
@@ -118,8 +116,7 @@ def plant_nan(loop):
 
 @pytest.mark.prove
 def test_a_nan_on_one_rank_skips_the_step_on_all_and_names_the_rank_and_its_data(text, out):
-    ends = train(words(text, out), plant_nan)
-    assert [code for code, *_ in ends] == [0, 0], ends
+    ends = train_to_end(words(text, out), plant_nan)
     assert ends[0][2] == ends[1][2]
     (event,) = events_of(out, "skip")
     assert (event["step"], event["ranks"]) == (3, [1])
@@ -264,3 +261,78 @@ def test_shards_roll_back_and_start_from_the_weights_of_another_run(text, tmp_pa
     assert_same_numbers(numbers(one), numbers(two))
     assert numbers(one)[0][1] < numbers(first)[0][1]
     assert ends[0][2] == ends[1][2]
+
+
+FP8, BF16 = "fp8-mixed,emulate=true", "bf16-mixed,param=fp32:split,emulate=true"
+
+
+def stop_rank_1_at_2(loop):
+    at_step(loop, 2, stop if os.environ["RANK"] == "1" else lambda: None)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("shard", ["none", "full"])
+def test_ranks_change_it_together_and_resume_at_the_change(text, tmp_path, shard):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    settings = (f"parallel.shard={shard}", "optimizer.name=adamw", f'schedule=[{{from=3,policy="{BF16}"}}]')
+    ends = train_to_end(words(text, whole, *settings, policy=FP8))
+    assert ends[0][2] == ends[1][2]
+    stopped = train(words(text, cut, *settings, policy=FP8), stop_rank_1_at_2)
+    assert [event["step"] for event in events_of(cut, "stop")] == [3], stopped
+    train_to_end(words(text, cut, *settings, policy=FP8, resume=True))
+    assert [(event["step"], event["policy"]) for event in events_of(cut, "policy")] == [(3, BF16)]
+    assert final_state(cut)[0] == final_state(whole)[0]
+
+
+SHARDED = ("optimizer.name=adamw", "parallel.shard=full", "training.keep_last=9")
+
+
+def full_disk(loop):
+    """The disk of rank 1 is full when it saves step 2."""
+    real = tensors.flush
+
+    def flush(path):
+        if path.name.startswith("state-00002") and path.parent.name.startswith("step-000002"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        real(path)
+
+    tensors.flush = flush
+
+
+def no_memory(loop):
+    """Rank 1 has no memory for a copy of step 4, nor for the next try, if there is one."""
+    real = loop.session.snapshot
+
+    def snapshot():
+        if os.environ["RANK"] == "1" and loop.tally.step in (3, 4):
+            raise MemoryError
+        return real()
+
+    loop.session.snapshot = snapshot
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(("plant", "step"), [(full_disk, 2), (no_memory, 4)])
+def test_a_rank_that_cannot_save_fails_the_save_for_all_and_training_continues(text, out, plant, step):
+    train_to_end(words(text, out, *SHARDED), plant)
+    (event,) = events_of(out, "save_failed")
+    assert event["step"] == step
+    assert "rank 1 failed: " in event["message"]
+    steps = [path.name for path in checkpoint.step_folders(out / "checkpoints")]
+    assert steps == [f"step-00000{each}" for each in (2, 4, 6) if each != step]
+    assert [event["step"] for event in events_of(out, "checkpoint")] == [
+        each for each in (2, 4, 6) if each != step
+    ]
+
+
+@pytest.mark.prove
+def test_one_process_reads_what_ranks_saved(text, out, capsys):
+    train_to_end(words(text, out, *SHARDED))
+    capsys.readouterr()
+    losses = []
+    for backend in ("torch", "jax", "mlx"):
+        assert run(["eval", str(out), "--backend", backend, "--device", "cpu", "--json"]) == 0
+        losses.append(json.loads(capsys.readouterr().out)["loss"])
+    assert losses == pytest.approx(losses[:1] * 3, rel=1e-5)
+    assert run(["artifact", str(out), "--device", "cpu"]) == 0
+    assert run(["export", str(out), "--to", "safetensors", "--out", str(out / "exported"), "--device", "cpu"]) == 0

@@ -140,25 +140,18 @@ class Gone(Terminal):
         raise OSError(5, "Input/output error")
 
 
-def test_a_terminal_that_went_away_ends_no_run(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    terminal = Terminal()
-    with StepProgress(3, stream=terminal) as bar:
-        bar.update(1, loss=1.0)
-        terminal.__class__ = Gone
-        bar.note("saved")
-        bar.update(3, loss=1.0)
-
-
-@pytest.mark.parametrize("kind", [Gone, io.StringIO])
-def test_a_stream_that_is_gone_from_the_first_ends_no_run(monkeypatch, kind):
+@pytest.mark.parametrize("kind", [Terminal, Gone, io.StringIO])
+def test_a_stream_that_went_away_or_was_never_there_ends_no_run(monkeypatch, kind):
     monkeypatch.setenv("TERM", "xterm")
     stream = kind()
     if kind is io.StringIO:
         stream.close()
     with StepProgress(3, stream=stream) as bar:
         bar.update(1, loss=1.0)
+        if kind is Terminal:
+            stream.__class__ = Gone
         bar.note("saved")
+        bar.update(3, loss=1.0)
 
 
 def test_without_a_stream_there_are_no_words(monkeypatch, capsys):

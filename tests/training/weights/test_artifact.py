@@ -184,9 +184,7 @@ SMALL = ["model.vocabulary=256", "model.context=16", "model.layers=2", "model.wi
 @pytest.mark.parametrize(
     ("policy", "backend"), [("fp32", "torch"), ("bf16-mixed,param=fp32:split", "torch"), ("fp32", "mlx")]
 )
-def test_golf_ends_with_an_artifact_that_was_loaded_and_scored(tmp_path, policy, backend, ema):
-    text = tmp_path / "text.txt"
-    text.write_text("\n\n".join(f"line {i} of {i * i}" for i in range(400)))
+def test_golf_ends_with_an_artifact_that_was_loaded_and_scored(text, tmp_path, policy, backend, ema):
     given = [*SMALL, f"data.source={text}", f"training.ema={ema}", "artifact.limit=1000", f"backend={backend}"]
     loop = Loop(load("golf", given), Policy.parse(policy), tmp_path / "run", device="cpu")
     held = loop.run().held_out
@@ -213,10 +211,8 @@ def test_golf_ends_with_an_artifact_that_was_loaded_and_scored(tmp_path, policy,
 
 
 @pytest.mark.parametrize("words", ["can't allocate memory", "a defect"])
-def test_a_run_whose_artifact_does_not_fit_into_memory_is_kept(tmp_path, monkeypatch, words):
+def test_a_run_whose_artifact_does_not_fit_into_memory_is_kept(text, tmp_path, monkeypatch, words):
     monkeypatch.setattr(artifact, "score", raising(RuntimeError(words)))
-    text = tmp_path / "text.txt"
-    text.write_text("\n\n".join(f"line {i} of {i * i}" for i in range(400)))
     config = load("golf", [*SMALL, f"data.source={text}"])
     loop = Loop(config, Policy.parse("fp32"), tmp_path / "run", device="cpu")
     if words == "a defect":
