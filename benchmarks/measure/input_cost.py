@@ -32,7 +32,7 @@ import torch
 from halfstep.config.load import load
 from halfstep.config.run import RunConfig
 from halfstep.core.policy import Policy
-from halfstep.training.data.batches import Prefetch, batches_of
+from halfstep.training.data.batches import Prefetch, make_batches
 from halfstep.training.data.index import Index, write_index
 from halfstep.training.data.load import load_corpus
 from halfstep.training.data.pack.encode import token_type
@@ -79,7 +79,7 @@ def turn(step: Callable[[], Any], read: Callable[[Any], Any], steps: int, wait: 
 
 def measure(config: RunConfig, policy: str, options: argparse.Namespace) -> int:
     corpus = load_corpus(config.data.source, config.data.validation, config.model.vocabulary)
-    batches = batches_of(config, corpus.train)
+    batches = make_batches(config, corpus.train)
     session: Any = open_session(config, Policy.parse(policy), options.device)
     cuda = session.device.type == "cuda"
     wait = torch.cuda.synchronize if cuda else (lambda: None)

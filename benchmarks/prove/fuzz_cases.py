@@ -24,7 +24,7 @@ from tensorboard.util.tensor_util import make_tensor_proto
 
 from halfstep.config import schema
 from halfstep.config.run import RunConfig
-from halfstep.training.files import digest_of
+from halfstep.training.files import table_digest
 from halfstep.training.weights import artifact
 
 Change = Callable[[Path], object]
@@ -383,7 +383,7 @@ def _other_value(rng: random.Random, text: bytes) -> tuple[str, bytes]:
     else:
         parent[keys[-1]] = value
     if isinstance(table, dict) and "digest" in table and keys[0] != "digest":
-        table["digest"] = digest_of(table)
+        table["digest"] = table_digest(table)
     written = json.dumps(table)
     written = written.replace('"deep"', _DEEP) if value == "deep" else written  # Python could not have sealed it
     return f"{'.'.join(map(str, keys))} = {str(value)[:20]!r}", written.encode()
@@ -396,7 +396,7 @@ def _seal_state(path: Path, content: bytes) -> None:
     if manifest.exists():
         table = json.loads(manifest.read_bytes())
         table["files"][path.name] = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
-        _write(manifest, json.dumps({**table, "digest": digest_of(table)}).encode())
+        _write(manifest, json.dumps({**table, "digest": table_digest(table)}).encode())
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -182,7 +182,7 @@ class Killed:
 def saved(out: Path) -> int:
     """Returns the step of the newest checkpoint; 0 if there is none."""
     folders = checkpoint.step_folders(out / "checkpoints")
-    return checkpoint.step_of(folders[-1]) if folders else 0
+    return checkpoint.parse_step(folders[-1]) if folders else 0
 
 
 def main() -> int:

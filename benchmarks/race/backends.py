@@ -25,7 +25,7 @@ def work(recipe: str, overrides: list[str], arm: str, device: str | None) -> Non
     """Runs one arm: reads the number of steps to train from stdin, writes their results to stdout."""
     from halfstep.config.load import load
     from halfstep.core.policy import Policy
-    from halfstep.training.data.batches import batches_of
+    from halfstep.training.data.batches import make_batches
     from halfstep.training.data.load import load_corpus
     from halfstep.training.session import backend_version, open_session
 
@@ -34,7 +34,7 @@ def work(recipe: str, overrides: list[str], arm: str, device: str | None) -> Non
     session = open_session(config, Policy.parse(policy), device)
     data, training = config.data, config.training
     corpus = load_corpus(data.source, data.validation, config.model.vocabulary)
-    batches = batches_of(config, corpus.train)
+    batches = make_batches(config, corpus.train)
     position, tokens = 0, training.batch * training.micro_batches * config.model.context
     send({"version": backend_version(config), "device": session.description.name, "tokens": tokens})
     for line in sys.stdin:

@@ -23,9 +23,9 @@ from halfstep.core.policy import Policy
 from halfstep.training.data.batches import Batches, Prefetch, validation_readers
 from halfstep.training.data.load import load_corpus
 from halfstep.training.evaluation import evaluate
-from halfstep.training.schedule import factor_of
+from halfstep.training.schedule import build_schedule
 from halfstep.training.session import open_session
-from halfstep.training.weights.artifact import masters, origin_of, score
+from halfstep.training.weights.artifact import describe_origin, masters, score
 
 Answer = dict[str, Any]
 
@@ -141,7 +141,7 @@ class Halfstep(Trainer):
         weights = masters(self.session.state(), self.config.model, averaged=False)
         data = {"digest": self.corpus.digest, "description": "", "bytes_per_token": None}
         known = {"policy": str(self.session.policy), "config": asdict(self.config), "data": data}
-        origin = origin_of(known, self.config.training.steps, "model")
+        origin = describe_origin(known, self.config.training.steps, "model")
         with tempfile.TemporaryDirectory() as folder:
             scored = score(
                 self.session, self.corpus, self.config, Path(folder) / "model", before, weights, origin
@@ -167,7 +167,7 @@ class Source(Trainer):
 
     def update(self, tokens: Any) -> Any:
         """Takes one update; returns its loss, still on the device."""
-        rate = factor_of(self.config.training)(np.float32(self.done), np)
+        rate = build_schedule(self.config.training)(np.float32(self.done), np)
         return self.arm.step(self.done, [self.batch(part) for part in tokens], float(rate))
 
     def evaluate(self) -> float:

@@ -125,7 +125,7 @@ def artifact(
     """
     from halfstep.training import memory
     from halfstep.training.evaluation import evaluate as measure
-    from halfstep.training.weights.artifact import NAME, check_place, is_artifact, masters, origin_of, score
+    from halfstep.training.weights.artifact import NAME, check_place, describe_origin, is_artifact, masters, score
 
     if limit is not None and not 0 <= limit < 2**63:
         raise OptionError("--limit must be from 0 to 2^63 - 1 bytes", hint="0 means no limit")
@@ -144,7 +144,7 @@ def artifact(
         # From the checkpoint's own numbers: the session may hold them rounded, in the policy to evaluate in.
         weights_to_write = masters(trained.state, config.model, averaged=False)
         manifest = trained.saved.manifest
-        origin = origin_of(manifest, manifest["step"], trained.weights)
+        origin = describe_origin(manifest, manifest["step"], trained.weights)
         result = score(session, corpus, config, place, before, weights_to_write, origin)
     print_result(trained, result.record(), json)
     return 1 if result.over else 0

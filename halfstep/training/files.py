@@ -64,7 +64,7 @@ def write_whole(path: Path, content: bytes) -> None:
     flush(path.parent)
 
 
-def digest_of(table: Mapping[str, Any]) -> str:
+def table_digest(table: Mapping[str, Any]) -> str:
     """Returns the SHA-256 of a table without its `digest`, as JSON with sorted keys and no spaces."""
     rest = {key: value for key, value in table.items() if key != "digest"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -40,7 +40,7 @@ from halfstep.training.run.opening import open_parts
 from halfstep.training.run.response import Responder, RollBackError
 from halfstep.training.run.resume import Opened
 from halfstep.training.run.signals import StopRequest
-from halfstep.training.schedule import factor_of
+from halfstep.training.schedule import build_schedule
 from halfstep.training.telemetry import loggers
 from halfstep.training.telemetry.events import Events, NoEvents
 from halfstep.training.telemetry.meters import UNMEASURED, Ceiling, Meters, Tally
@@ -386,7 +386,7 @@ class Loop:
         numbers = self.session.read(result)
         if numbers["stuck"]:
             self.responder.stop(tally.step + 1, result)
-        rate = factor_of(self.config.training)(np.float32(tally.step - tally.skipped), np)
+        rate = build_schedule(self.config.training)(np.float32(tally.step - tally.skipped), np)
         tally.step += 1
         steps_per_second = tally.watch.read(tally.step)
         tally.tokens += self._tokens_per_step
@@ -429,7 +429,7 @@ class Loop:
             pass
         elif held_out is not None and self.stop.seconds_left == math.inf:
             weights = "ema" if self.config.training.ema else "model"
-            origin = artifact.origin_of(self.context.describe(tally.step, None), tally.step, weights)
+            origin = artifact.describe_origin(self.context.describe(tally.step, None), tally.step, weights)
             about = (self.session, self.corpus, self.config, self.out)
             artifact.write_artifact(*about, held_out, origin, self.events, self.bar)
         elif held_out is not None and self.config.artifact.format != "none":

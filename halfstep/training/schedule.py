@@ -25,7 +25,7 @@ from halfstep.core.scaling import Namespace
 Scalar = Any
 
 
-def factor_of(training: TrainingConfig) -> Callable[[Scalar, Namespace], Scalar]:
+def build_schedule(training: TrainingConfig) -> Callable[[Scalar, Namespace], Scalar]:
     """Returns the factor of a run as a function of the updates applied so far and their array namespace."""
     return partial(factor, steps=training.steps, warmup=training.warmup_steps, warmdown_share=training.warmdown)
 

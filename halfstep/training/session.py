@@ -12,7 +12,7 @@ from halfstep.config.weights import Weights
 from halfstep.core.errors import MissingPackageError, how_to_install
 from halfstep.core.policy import Policy
 from halfstep.training import memory
-from halfstep.training.schedule import factor_of, momentum
+from halfstep.training.schedule import build_schedule, momentum
 
 
 def backend_module(backend: str, name: str) -> Any:
@@ -59,7 +59,7 @@ def open_session(
     if train and optimizer.name == "muon" and optimizer.muon_momentum_warmup > 0:
         ends = {"start": optimizer.muon_momentum_start, "end": optimizer.muon_momentum}
         warming = partial(momentum, **ends, warmup=optimizer.muon_momentum_warmup)
-    schedule = factor_of(config.training) if train else None
+    schedule = build_schedule(config.training) if train else None
     capacity = check_device(config, policy, device, train=train)
     check_later(config.schedule, lambda later: check_device(config, later, device, train=train))
     with memory.convert_oom(module.memory.is_out_of_memory, lambda: memory.oom_while_building(config, capacity)):

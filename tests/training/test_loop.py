@@ -180,7 +180,7 @@ def test_a_checkpoint_that_lacks_a_key_is_refused_with_a_remedy(text, out):
     path = out / "checkpoints" / "step-000006" / "manifest.json"
     manifest = json.loads(path.read_text())
     del manifest["guard"]
-    manifest["digest"] = checkpoint.digest_of(manifest)
+    manifest["digest"] = checkpoint.table_digest(manifest)
     path.write_text(json.dumps(manifest))
     with refuses(ConfigError, "`guard` is missing", f"--init {path.parent}"):
         start(text, out, resume=True)
@@ -195,7 +195,7 @@ def test_a_checkpoint_with_a_setting_of_another_halfstep_is_refused_alike_by_all
     manifest = json.loads(path.read_text())
     manifest["config"]["model"]["mixture"] = 8  # what it computes is unknown here
     manifest["note"] = "nothing that is read"
-    manifest["digest"] = checkpoint.digest_of(manifest)
+    manifest["digest"] = checkpoint.table_digest(manifest)
     path.write_text(json.dumps(manifest))
     for read in (lambda: start(text, out, resume=True), lambda: open_trained(out, "cpu")):
         with refuses(

@@ -28,7 +28,7 @@ from halfstep.integrations.lightning.shared import (
     check_strategy,
     covered_functions,
     load_state,
-    state_of,
+    run_state,
     update,
 )
 from halfstep.torch.parallel.ranks import num_ranks
@@ -161,7 +161,7 @@ class _States:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of each run, by the name of its model."""
-        return {name: state_of(run) for name, run in self.runs.items()}
+        return {name: run_state(run) for name, run in self.runs.items()}
 
     def load_state_dict(self, given: dict[str, Any]) -> None:
         """Restores each run."""

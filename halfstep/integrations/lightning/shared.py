@@ -83,7 +83,7 @@ def covered_functions(run: Run) -> AbstractContextManager[Any]:
     return cast(AbstractContextManager[Any], mode)
 
 
-def state_of(run: Run) -> dict[str, Any]:
+def run_state(run: Run) -> dict[str, Any]:
     """Returns the state of a run, with the random state of each replica."""
     if run.accumulation.begun:
         rank_zero_warn(

@@ -33,7 +33,7 @@ from halfstep.integrations.lightning.shared import (
     check_strategy,
     covered_functions,
     load_state,
-    state_of,
+    run_state,
     update,
 )
 from halfstep.torch.numerics.record import record_of, update_record
@@ -189,7 +189,7 @@ class HalfstepPrecision(PlainPrecision):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything the next step depends on, for Lightning's checkpoint."""
-        return state_of(self._run) if self._run is not None and self._run.optimizers else {}
+        return run_state(self._run) if self._run is not None and self._run.optimizers else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores a run bit for bit; to evaluate, Lightning has loaded the weights already."""

@@ -33,7 +33,7 @@ from halfstep.training.data.corpus import Corpus
 from halfstep.training.data.tokenizer_base import Tokenizer
 from halfstep.training.evaluation import Evaluation, evaluate
 from halfstep.training.run.trained import Trained
-from halfstep.training.weights.artifact import masters, origin_of
+from halfstep.training.weights.artifact import describe_origin, masters
 
 NUM_WINDOWS, TEXT_TOKENS = 3, 2048  # of held-out text: to compare logits on, and to try the tokenizer with
 # How far bits per byte may be from the source's, relative to them.
@@ -144,7 +144,7 @@ def run(
         if result.problem:
             return result
         manifest = trained.saved.manifest
-        origin = origin_of(manifest, manifest["step"], trained.weights)
+        origin = describe_origin(manifest, manifest["step"], trained.weights)
         kept = {key: value for key, value in result.record().items() if key not in ("path", "bytes", "kept")}
         record = {"halfstep": __version__, **origin, "to": to, "format": name, "score": kept}
         return replace(result, bytes=finish(folder, place, record))

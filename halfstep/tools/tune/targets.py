@@ -87,7 +87,7 @@ class RecipeTarget:
     def study(self, base: Policy, seed: int, steps: int, report: Report) -> Any:
         """Loads the weights of the reference's run, and batches that come after it."""
         from halfstep.torch.instruments.tuning import STUDY_BATCHES, study_of
-        from halfstep.training.data.batches import batches_of
+        from halfstep.training.data.batches import make_batches
         from halfstep.training.data.load import load_corpus
         from halfstep.training.run.trained import open_trained
 
@@ -95,7 +95,7 @@ class RecipeTarget:
         session = open_trained(folder, self.device, policy=str(base), weights="model").session
         data = self.config.data
         corpus = load_corpus(data.source, data.validation, self.config.model.vocabulary)
-        batches = batches_of(dataclasses.replace(self.config, seed=seed), corpus.train)
+        batches = make_batches(dataclasses.replace(self.config, seed=seed), corpus.train)
         return study_of(session, [batches.at(steps + i)[0] for i in range(STUDY_BATCHES)], base)
 
     def _curve(self, policy: Policy, seed: int, steps: int, report: Report) -> Any:

@@ -62,7 +62,7 @@ from halfstep.training.checkpoints.tensors import (
     read_rows,
     write_tensors,
 )
-from halfstep.training.files import PICKLES, digest_of, flush, os_errors, write_whole
+from halfstep.training.files import PICKLES, flush, os_errors, table_digest, write_whole
 from halfstep.training.paths import CHECKPOINTS
 
 FORMAT, FORMAT_OF_PARTS = 3, 4  # 1 and 2 named moments as each framework does
@@ -281,7 +281,7 @@ def note(path: Path, **facts: Any) -> None:
     """Adds facts to the manifest of a checkpoint that were measured after it was saved."""
     manifest = {**read_manifest(path), **facts}
     with os_errors(CheckpointWriteError, f"`{path / MANIFEST}` cannot be written"):
-        write_whole(path / MANIFEST, _as_text({**manifest, "digest": digest_of(manifest)}))
+        write_whole(path / MANIFEST, _as_text({**manifest, "digest": table_digest(manifest)}))
 
 
 def set_aside(path: Path) -> Path:
@@ -342,7 +342,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"{FORMAT_OF_PARTS}",
             hint="load it with the halfstep that wrote it; if that is newer, update yours",
         )
-    if (digest := digest_of(manifest)) != manifest.get("digest"):
+    if (digest := table_digest(manifest)) != manifest.get("digest"):
         raise damage_error(file, f"its digest is {digest}, expected {manifest.get('digest')!r}")
     try:
         files = build(_Manifest, manifest, others=True).files
@@ -379,7 +379,7 @@ def write_manifest(partial: Path, own: Mapping[str, Any], meta: Mapping[str, Any
         manifest: dict[str, Any] = json.loads(json.dumps({**own, **meta}, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise CheckpointWriteError(f"the manifest of step {own['step']} is not JSON: {error}") from None
-    manifest["digest"] = digest_of(manifest)
+    manifest["digest"] = table_digest(manifest)
     (partial / MANIFEST).write_bytes(_as_text(manifest))
     flush(partial / MANIFEST)
     flush(partial)
@@ -452,10 +452,10 @@ def _check_pieces(file: Path, manifest: Mapping[str, Any]) -> None:
 def step_folders(folder: Path) -> list[Path]:
     """Returns the folders of checkpoints, complete or not, in the order of their steps."""
     entries = folder.iterdir() if folder.is_dir() else []
-    return sorted((path for path in entries if _FOLDER.fullmatch(path.name) and path.is_dir()), key=step_of)
+    return sorted((path for path in entries if _FOLDER.fullmatch(path.name) and path.is_dir()), key=parse_step)
 
 
-def step_of(path: Path) -> int:
+def parse_step(path: Path) -> int:
     """Returns the step in the name of a checkpoint's folder."""
     return int(path.name.removeprefix("step-"))
 

@@ -88,7 +88,7 @@ def survey(folder: Path, known: dict[Path, Candidate] | None = None) -> dict[int
         if path not in known:
             with suppress(CheckpointError, OSError):
                 known[path] = Candidate.of(path, checkpoint.check_complete(path))
-    return {checkpoint.step_of(path): known[path] for path in paths if path in known}
+    return {checkpoint.parse_step(path): known[path] for path in paths if path in known}
 
 
 def steps_to_keep(seen: Mapping[int, Candidate], retention: Retention, good: int | None = None) -> set[int]:

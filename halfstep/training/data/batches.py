@@ -165,7 +165,7 @@ class Batches:
         return cached[1]
 
 
-def batches_of(config: RunConfig, tokens: Tokens) -> Batches:
+def make_batches(config: RunConfig, tokens: Tokens) -> Batches:
     """Returns the batches of a run, given its training text."""
     training = config.training
     return Batches(

@@ -33,7 +33,7 @@ from halfstep.config.schema import Count, Share, build
 from halfstep.core.errors import ConfigError
 from halfstep.training.data.tokenizer_base import TokenizerIdentity
 from halfstep.training.data.types import DamagedDataError, DataNotFoundError
-from halfstep.training.files import digest_of, os_errors, write_whole
+from halfstep.training.files import os_errors, table_digest, write_whole
 
 FORMAT = 1
 # The first entry of a sealed file: a folder of text may well hold an unrelated index.json.
@@ -175,7 +175,7 @@ def is_marked(folder: Path) -> bool:
 def seal(table: Mapping[str, Any]) -> bytes:
     """Returns a table as JSON that contains a digest of itself."""
     marked = {"kind": MARK, "format": FORMAT, **table}
-    return json.dumps({**marked, "digest": digest_of(marked)}, indent=1).encode() + b"\n"
+    return json.dumps({**marked, "digest": table_digest(marked)}, indent=1).encode() + b"\n"
 
 
 def read_verified(path: Path, kind: type[T]) -> T:
@@ -186,7 +186,7 @@ def read_verified(path: Path, kind: type[T]) -> T:
         table = parse_json(content)
     except ValueError as error:
         raise DamagedDataError(f"`{path}` is not JSON: {error}", hint=RESTORE) from None
-    if not isinstance(table, dict) or table.get("digest") != digest_of(table):
+    if not isinstance(table, dict) or table.get("digest") != table_digest(table):
         raise DamagedDataError(f"`{path}` was changed after it was written: its digest is wrong", hint=RESTORE)
     if table.get("format") != FORMAT:
         raise DamagedDataError(

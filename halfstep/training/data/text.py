@@ -27,10 +27,10 @@ from halfstep.training.data.walk import (
     UNREADABLE,
     Walked,
     describe_skipped,
+    file_kind,
     has_splits,
     is_compressed,
     is_dataset,
-    kind_of,
     select_files,
     walk,
 )
@@ -76,7 +76,7 @@ def glob_documents(paths: list[Path], pattern: str) -> tuple[list[Document], str
 
 def file_documents(path: Path) -> tuple[list[Document], str]:
     """Reads one text and cuts it into documents."""
-    if (kind := kind_of(path)) != "text":
+    if (kind := file_kind(path)) != "text":
         raise _records_error(f"`{path}` is {DESCRIPTIONS[kind]}", str(path))
     _check_size([path], str(path))
     with os_errors(DataContentError, f"cannot read `{path}`", "name a text file, a folder of text, or shards"):
@@ -134,11 +134,11 @@ def _read_texts(paths: Iterable[Path], root: Path | None) -> tuple[list[Document
 
 
 def _read_several(walked: Walked, root: Path | None, what: str, source: str) -> tuple[list[Document], str]:
-    kinds = Counter(kind_of(path) for path in walked.files)
+    kinds = Counter(file_kind(path) for path in walked.files)
     if kinds and "text" not in kinds:
         contents = " and ".join(DESCRIPTIONS[kind] for kind in sorted(kinds))
         raise _records_error(f"`{source}` holds {contents}", source)
-    texts = [path for path in walked.files if kind_of(path) == "text"]
+    texts = [path for path in walked.files if file_kind(path) == "text"]
     _check_size(texts, source)
     documents, unread = _read_texts(texts, root)
     records = Counter({DESCRIPTIONS[kind]: number for kind, number in kinds.items() if kind != "text"})

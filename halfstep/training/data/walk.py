@@ -197,7 +197,7 @@ DESCRIPTIONS: dict[FileKind, str]
 DESCRIPTIONS = {"text": "text", "jsonl": "JSONL", "parquet": "parquet", "arrow": "an arrow table"}
 
 
-def kind_of(path: Path) -> FileKind:
+def file_kind(path: Path) -> FileKind:
     """Returns the kind of a file by its name."""
     name = path.name.lower()
     return next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), "text")

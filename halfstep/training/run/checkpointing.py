@@ -160,7 +160,7 @@ class Checkpointer:
         skipped = self.health.roll_back(at, to, loaded.manifest["guard"])
         # The newest first: a death in between leaves a run that spikes again, and rolls back again.
         for path in reversed(checkpoint.step_folders(self.saver.folder)):
-            if checkpoint.step_of(path) > to and self.job.owner:
+            if checkpoint.parse_step(path) > to and self.job.owner:
                 checkpoint.discard(path)
         self.load(loaded)  # perhaps of another policy, if it was changed since
         self.saver.saved_step = to

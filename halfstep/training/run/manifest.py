@@ -45,7 +45,7 @@ from halfstep.training.data.corpus import Corpus
 from halfstep.training.evaluation import bigram_entropy
 from halfstep.training.run.health import Health
 from halfstep.training.run.settings import changed_settings
-from halfstep.training.schedule import factor_of
+from halfstep.training.schedule import build_schedule
 from halfstep.training.session import backend_version
 from halfstep.training.telemetry.events import SettingsChange
 
@@ -306,7 +306,8 @@ def _describe_schedule(manifest: Mapping[str, Any], changed: Collection[str], co
     now, applied = context.config.training, context.session.applied()
     before = build(TrainingConfig, manifest["config"].get("training", {}), "training.")
     last, following = (
-        float(factor_of(each)(np.float32(n), np)) for each, n in ((before, max(0, applied - 1)), (now, applied))
+        float(build_schedule(each)(np.float32(n), np))
+        for each, n in ((before, max(0, applied - 1)), (now, applied))
     )
     return (
         f"; the learning rate follows the schedule of {now.steps} steps: {following:.3g} of its peak in the next "

@@ -28,7 +28,7 @@ from halfstep.core.errors import SettingConflictError
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import slow_formats
 from halfstep.training.checkpoints.writer import warn_of_keep_best
-from halfstep.training.data.batches import batches_of
+from halfstep.training.data.batches import make_batches
 from halfstep.training.data.corpus import Corpus
 from halfstep.training.data.load import load_corpus
 from halfstep.training.evaluation import held_out_batches
@@ -76,7 +76,7 @@ def open_parts(
         prepare_determinism(config, out)
         data = config.data
         corpus = corpus or load_corpus(data.source, data.validation, config.model.vocabulary)
-        batches = batches_of(config, corpus.train)
+        batches = make_batches(config, corpus.train)
         batches.rows(job.rank, job.ranks)  # refuses a batch that ranks cannot share
         if job.ranks > 1:
             digests = {"data": corpus.digest, "held-out data": corpus.held_out_digest}

@@ -77,15 +77,15 @@ def curve_values(event: Mapping[str, Any]) -> dict[str, float]:
     prefix = CURVES.get(event["event"])
     if prefix is None:
         return {}
-    return {f"{prefix}/{name}": value for name, value in numbers_of(event).items()}
+    return {f"{prefix}/{name}": value for name, value in numeric_fields(event).items()}
 
 
-def numbers_of(event: Mapping[str, Any]) -> dict[str, float]:
+def numeric_fields(event: Mapping[str, Any]) -> dict[str, float]:
     """Returns the fields of an event, and of tables in it, that are numbers."""
     numbers: dict[str, float] = {}
     for name, value in event.items():
         if isinstance(value, Mapping):
-            numbers |= {f"{name}_{inner}": number for inner, number in numbers_of(value).items()}
+            numbers |= {f"{name}_{inner}": number for inner, number in numeric_fields(value).items()}
         elif name not in PLACES and isinstance(value, int | float) and not isinstance(value, bool):
             numbers[name] = float(value)
     return numbers
@@ -115,7 +115,7 @@ class Board:
     def log_event(self, event: Mapping[str, Any]) -> None:
         """Passes an event on to all loggers."""
         if event["event"] in ("end", "stop"):
-            self._totals = numbers_of(event)
+            self._totals = numeric_fields(event)
         for name, logger in list(self.loggers.items()):
             self._try(name, lambda logger=logger: _pass_on(logger, event))  # type: ignore[misc]
 

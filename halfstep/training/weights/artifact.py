@@ -130,7 +130,7 @@ class Scored:
         return f"{size}; held-out loss {self.before.loss:.4f} -> {self.after.loss:.4f}"
 
 
-def origin_of(manifest: Mapping[str, Any], step: int, weights: str) -> dict[str, Any]:
+def describe_origin(manifest: Mapping[str, Any], step: int, weights: str) -> dict[str, Any]:
     """Returns what an artifact records of its run, from the manifest of its checkpoint."""
     keys = ("digest", "description", "bytes_per_token", "held_out_digest")
     data = {key: manifest["data"].get(key) for key in keys}

@@ -369,7 +369,7 @@ def test_a_damaged_newest_one_is_passed_over_only_if_allowed(tmp_path, name):
 def rewrite(path, **changes):
     """A manifest that verifies and yet says something else."""
     manifest = json.loads((path / "manifest.json").read_text()) | changes
-    manifest["digest"] = checkpoint.digest_of(manifest)
+    manifest["digest"] = checkpoint.table_digest(manifest)
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 

@@ -29,7 +29,7 @@ start = starter("training.steps=20", "training.save_every=4", "optimizer.name=ad
 
 
 def left(out):
-    return [checkpoint.step_of(path) for path in checkpoint.step_folders(out / paths.CHECKPOINTS)]
+    return [checkpoint.parse_step(path) for path in checkpoint.step_folders(out / paths.CHECKPOINTS)]
 
 
 def stop_in_evaluation(loop, number):

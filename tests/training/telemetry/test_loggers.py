@@ -21,7 +21,7 @@ from halfstep.config.load import load
 from halfstep.core.errors import ConfigError, LoggerError, SettingValueError
 from halfstep.training.telemetry import loggers
 from halfstep.training.telemetry.events import Events, read_events
-from halfstep.training.telemetry.loggers import Board, curve_values, numbers_of
+from halfstep.training.telemetry.loggers import Board, curve_values, numeric_fields
 from tests.training.runs import full, interrupt_at, starter
 
 ROOT = Path(__file__).parents[3]
@@ -97,7 +97,7 @@ def test_a_logger_gets_the_numbers_of_the_events(start, events, planted):
     }  # fmt: skip
     begun, ended = recorder.calls
     assert begun == ("start", None, 6)
-    assert ended == ("close", False, numbers_of(events()[-1]))
+    assert ended == ("close", False, numeric_fields(events()[-1]))
     assert (opened[0].resumed_from, len(opened[0].id)) == (None, 8)
 
 
@@ -108,7 +108,7 @@ def test_numbers_are_named_by_what_they_are_of():
     assert list(found) == ["train/loss", "train/tokens"]
     assert math.isnan(found["train/loss"])
     assert curve_values({"event": "warning", "message": "no", "time": 1.0}) == {}
-    assert numbers_of({"event": "end", "spent": {"wall": 2, "input": 1.0}, "mfu": 0.5}) == {
+    assert numeric_fields({"event": "end", "spent": {"wall": 2, "input": 1.0}, "mfu": 0.5}) == {
         "spent_wall": 2.0, "spent_input": 1.0, "mfu": 0.5,
     }  # fmt: skip
 

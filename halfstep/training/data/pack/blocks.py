@@ -238,7 +238,7 @@ def is_text(path: Path) -> bool:
 
 
 def _decompressed(raw: IO[bytes], path: Path) -> IO[bytes]:
-    name = path.name.lower()  # as `kind_of` reads it
+    name = path.name.lower()  # as `file_kind` reads it
     if name.endswith(".gz"):
         return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
     if name.endswith(".zst"):

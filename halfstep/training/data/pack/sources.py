@@ -28,9 +28,9 @@ from halfstep.training.data.types import DataContentError, DataError, DataNotFou
 from halfstep.training.data.walk import (
     FileKind,
     describe_skipped,
+    file_kind,
     has_splits,
     is_dataset,
-    kind_of,
     select_files,
     walk,
 )
@@ -202,7 +202,7 @@ def _files(paths: list[Path], root: Path, only: str | None) -> tuple[SourceFile,
     for path in paths:
         name = path.relative_to(root).as_posix()
         if only is None or fnmatch(name, only) or fnmatch(path.name, only):
-            files.append(SourceFile(path, name, kind_of(path), path.stat().st_size, False))
+            files.append(SourceFile(path, name, file_kind(path), path.stat().st_size, False))
     return tuple(files)
 
 
@@ -211,7 +211,7 @@ def _named_file(path: Path) -> SourceFile:
         raise DataContentError(
             f"`{path}` has the name of a token shard, which is packed already", hint="name the text itself"
         )
-    return SourceFile(path, path.name, kind_of(path), path.stat().st_size, True)
+    return SourceFile(path, path.name, file_kind(path), path.stat().st_size, True)
 
 
 def _end_pages(file: SourceFile) -> tuple[bytes, bytes]:
