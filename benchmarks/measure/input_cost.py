@@ -35,7 +35,6 @@ from halfstep.core.policy import Policy
 from halfstep.training.data.batches import Prefetch, make_batches
 from halfstep.training.data.index import Index, write_index
 from halfstep.training.data.load import load_corpus
-from halfstep.training.data.pack.encode import token_type
 from halfstep.training.data.pack.writer import ShardWriter
 from halfstep.training.data.tokenizer_base import BytesTokenizer
 from halfstep.training.session import open_session
@@ -46,7 +45,7 @@ UNTIMED = 3
 
 def write_random(folder: Path, vocabulary: int, gigabytes: float) -> None:
     """Writes packed data of random tokens, with a small held-out part."""
-    dtype, generator = token_type(vocabulary), np.random.default_rng(0)
+    dtype, generator = np.dtype("<u2" if vocabulary <= 1 << 16 else "<u4"), np.random.default_rng(0)
     left = int(gigabytes * 1e9) // dtype.itemsize
     sides = {}
     for side, number in (("train", left), ("val", 100_000)):

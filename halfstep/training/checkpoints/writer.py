@@ -156,6 +156,7 @@ class Saver:
     rank: int = 0  # of several that share the state
     ranks: int = 1
     token: str = ""  # of all ranks, and of no other job
+    waited: float = field(default=0.0, init=False)  # seconds in which training stood still, in all
     longest: float = field(default=0.0, init=False)  # seconds the longest save took
     _number: int = field(default=0, init=False)  # of the save: a step may be saved again after a failure
     _known: dict[Path, Candidate] = field(default_factory=dict, init=False)  # whose manifests were read already
@@ -176,6 +177,7 @@ class Saver:
         self._number += 1  # before what may fail on one rank: the next save has the same number on all
         read = take()
         waited = time.perf_counter() - started
+        self.waited += waited
         self._thread = threading.Thread(
             target=self._write, args=(step, read, meta, good, started, waited), name="checkpoint", daemon=True
         )
