@@ -9,7 +9,7 @@ constants of the format (`limits`), so no backend casts anything for them:
     underflow     what is not zero and rounds to zero
     subnormal     what rounds to a nonzero number with less than full precision
 
-Numbers of two micro-batches, steps or ranks merge (`merge`): amax by the maximum, the rest by sums. A narrow
+Numbers of two micro-batches, steps or ranks merge: amax by the maximum, the rest by sums. A narrow
 operand (fp8) is scaled first, as its layer does it, by the power of two that the slice's own amax gives.
 
 **A sample** describes whole tensors of a part of a batch: exponents, SQNR, headroom, kurtosis (core.stats), and
@@ -31,7 +31,7 @@ from halfstep.core.formats import FP32, Format, parse
 from halfstep.core.precision import Precision
 from halfstep.core.roles import is_narrow, print_value
 from halfstep.core.stats.tensors import TensorStats, headroom_bits
-from halfstep.core.stats.what_if import SPECS, SignalLost, scales_of, signal_lost
+from halfstep.core.stats.what_if import SPECS, SignalLost, signal_lost
 
 # What enters a layer (an embedding: what leaves it), and the gradient of what leaves.
 ROLES = ("activation", "gradient")
@@ -93,32 +93,6 @@ def limits(format: Format) -> Limits:
     if format.specials == "fn":
         overflow = np.nextafter(overflow, np.float32(math.inf))
     return Limits(float(overflow), half, normal - half)
-
-
-def row_of(x: NDArray[Any], format: Format, *, scaled: bool = False) -> NDArray[np.float64]:
-    """Returns the columns of one tensor: the reference for what backends compute in their graphs.
-
-    `scaled` says that the tensor is multiplied by the power of two that its amax gives, as a narrow operand is.
-    """
-    magnitude = np.abs(np.asarray(x, np.float32)).reshape(-1)
-    finite = magnitude[np.isfinite(magnitude)]
-    amax = finite.max(initial=0)
-    nonzero = magnitude != 0
-    if scaled:
-        with np.errstate(over="ignore", invalid="ignore"):
-            magnitude = magnitude * scales_of(np.array([amax], np.float32), format)
-    over, under, subnormal = limits(format)
-    lost = nonzero & (magnitude <= under)
-    small = (magnitude > under) & (magnitude < subnormal)
-    beyond = ~np.isfinite(magnitude) | (magnitude >= over)
-    return np.array([magnitude.size, amax, beyond.sum(), lost.sum(), small.sum()], np.float64)
-
-
-def merge(one: NDArray[Any], other: NDArray[Any]) -> NDArray[Any]:
-    """Returns the columns (in the last dimension) of both together."""
-    both: NDArray[Any] = one + other
-    both[..., AMAX] = np.maximum(one[..., AMAX], other[..., AMAX])
-    return both
 
 
 # --- what a monitor prints

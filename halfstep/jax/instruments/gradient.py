@@ -198,7 +198,7 @@ tap.defvjp(
 
 
 def row_of(x: Array, fmt: Format) -> Array:
-    """Returns core.observed.row_of: a narrow operand is scaled by the power of two of its own amax.
+    """Returns the columns of core.observed: a narrow operand is scaled by the power of two of its own amax.
 
     Patterns are compared, which are in the order of the numbers: XLA flushes subnormals on a CPU.
     """

@@ -10,13 +10,13 @@ import halfstep.jax
 from halfstep.core.errors import ArgumentError, RunStateError
 from halfstep.core.formats import parse
 from halfstep.core.observed import AMAX, COUNT, OVERFLOW, Observation
-from halfstep.core.observed import row_of as reference
 from halfstep.core.policy import as_policy
 from halfstep.core.roles import Operand
 from halfstep.jax.convert.apply import apply
 from halfstep.jax.instruments.gradient import find_layers, row_of, watched_gradient
 from halfstep.jax.instruments.monitor import Monitor, first_rows
 from halfstep.jax.numerics.cast import quantize_scaled
+from tests.columns import row_of as reference
 
 OPTIMIZER = optax.adamw(1e-3)
 TOKENS = jax.random.randint(jax.random.key(1), (2, 5), 0, 8)

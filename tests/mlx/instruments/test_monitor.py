@@ -11,11 +11,12 @@ from mlx import nn
 from halfstep.config.load import load
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import parse
-from halfstep.core.observed import COLUMNS, ROLES, Observation, row_of
+from halfstep.core.observed import COLUMNS, ROLES, Observation
 from halfstep.core.policy import Policy
 from halfstep.mlx import prepare
 from halfstep.mlx.optim.optimizers import AdamW
 from halfstep.mlx.session import Session
+from tests.columns import row_of
 from tests.refusals import refuses
 from tests.token_batches import batch
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from halfstep.core.errors import HalfstepError
-from halfstep.core.observed import AMAX, COLUMNS, COUNT, OVERFLOW, ROLES, UNDERFLOW, row_of
+from halfstep.core.observed import AMAX, COLUMNS, COUNT, OVERFLOW, ROLES, UNDERFLOW
 from halfstep.core.roles import Operand
 from halfstep.core.stats.tensors import TensorStats
 from halfstep.core.stats.what_if import SPECS, signal_lost, spec_of
@@ -19,6 +19,7 @@ from halfstep.torch.instruments.observe.layers import watched_layers
 from halfstep.torch.instruments.observe.sums import observations, part_of, requantize
 from halfstep.torch.layers import CastedLinear
 from halfstep.torch.numerics.cast import quantize, quantize_scaled
+from tests.columns import row_of
 from tests.refusals import refuses
 from tests.torch.nets import Decoder
 
