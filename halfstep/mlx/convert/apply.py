@@ -1,4 +1,4 @@
-"""From policy to model: gives every module its precision and every parameter its storage format.
+"""From policy to model: gives every module its precision, and says in which format every parameter is held.
 
 `apply` checks that the device can run the policy before it changes anything, and refuses with the reason if it
 cannot: nothing is substituted. Any `mlx.nn` model will do:
@@ -52,8 +52,7 @@ from halfstep.mlx.convert.modules import (
 )
 from halfstep.mlx.convert.places import Place, arrays, public, trainable, walk
 from halfstep.mlx.layers import Layer, Matmul, Streams
-from halfstep.mlx.numerics.cast import carried, split
-from halfstep.mlx.numerics.dtypes import dtype_of, is_floating, kind_of, pin_matmuls, supported
+from halfstep.mlx.numerics.dtypes import is_floating, kind_of, pin_matmuls, supported
 from halfstep.mlx.numerics.lowering import NATIVE, casts_of
 
 # The attributes a module gets; none of these is an array, so none is a parameter.
@@ -68,7 +67,6 @@ class Applied:
     masters: dict[str, Param]
     moments: dict[str, Format]
     places: dict[str, Place]  # of the parameters that are trained, by name
-    remainders: dict[str, mx.array]  # of split masters: what the bf16 in the model lacks
     widened: tuple[str, ...]  # parameters that came narrower than they are held
     frozen: tuple[str, ...]  # floating arrays that are not trained
     changes: tuple[tuple[str, str, str], ...]  # name, class and form of each module that is covered
@@ -103,17 +101,12 @@ def apply(
     masters: dict[str, Any] = {name: values[place.owner].values["param"] for name, place in places.items()}
     moments: dict[str, Any] = {name: values[place.owner].values["moments"] for name, place in places.items()}
     widened = tuple(n for n, p in places.items() if p.array.dtype != mx.float32 and masters[n].format == FP32)
-    remainders = {}
     for name, place in places.items():
         if place.array.ndim < 2:  # gains, biases and scalars are never split
             masters[name] = replace(masters[name], split=False)
-        held, remainder = hold(place.array.astype(mx.float32), masters[name], policy)
-        place.put(held)
-        if remainder is not None:
-            remainders[name] = remainder
     others = {name: place.array for name, place in arrays(model).items() if public(name) and name not in places}
     frozen = tuple(name for name, array in others.items() if is_floating(array))
-    return Applied(policy, masters, moments, places, remainders, widened, frozen, changes, originals)
+    return Applied(policy, masters, moments, places, widened, frozen, changes, originals)
 
 
 def check_policy(model: Module, policy: Policy, names: Sequence[str] | None = None) -> dict[str, Precision]:
@@ -137,15 +130,6 @@ def check_policy(model: Module, policy: Policy, names: Sequence[str] | None = No
         check_formats(wanted, "MLX", kind_of(device), lambda fmt: supported(fmt, device), NATIVE)
     check_named({n: m.named for n, m in modules.items() if isinstance(m, Layer)}, by_name, base_precision(policy))
     return by_name
-
-
-def hold(wide: mx.array, param: Param, policy: Policy) -> tuple[mx.array, mx.array | None]:
-    """Returns an fp32 master as it is held, rounded to nearest, and the remainder of a split one."""
-    if param.split:
-        return split(wide)
-    if policy.emulate:
-        return carried(wide, param.format), None
-    return wide.astype(dtype_of(param.format)), None
 
 
 def set_precision(model: Module, policy: Policy, names: Sequence[str] | None = None) -> None:

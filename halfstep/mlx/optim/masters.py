@@ -24,10 +24,12 @@ from mlx.utils import tree_map
 from halfstep.core.averages import check_decay, move_averages
 from halfstep.core.errors import SplitMasterError
 from halfstep.core.philox import tensor_id
-from halfstep.mlx.convert.apply import Applied, hold
+from halfstep.core.policy import Policy
+from halfstep.core.roles import Param
+from halfstep.mlx.convert.apply import Applied
 from halfstep.mlx.convert.places import Place
 from halfstep.mlx.layers import Matmul
-from halfstep.mlx.numerics.cast import join, quantize, random_bits
+from halfstep.mlx.numerics.cast import carried, join, quantize, random_bits, split
 from halfstep.mlx.numerics.dtypes import dtype_of
 from halfstep.mlx.numerics.matmul import with_gradient
 
@@ -42,9 +44,9 @@ class Masters:
         self.places = converted.places
         self.held = converted.masters
         self.policy = converted.policy
-        self.remainders = dict(converted.remainders)
+        self.remainders: dict[str, mx.array] = {}  # of split masters: what the bf16 in the model lacks
         self.seed = seed
-        self.note_writes()
+        self.set({name: place.array.astype(mx.float32) for name, place in self.places.items()})
 
     def wide(self) -> dict[str, mx.array]:
         """Returns the numbers themselves, in fp32: what an optimizer updates."""
@@ -94,11 +96,22 @@ class Masters:
     @contextmanager
     def swap_in(self) -> Iterator[None]:
         """Puts what the forward pass uses into the model, and restores what was there."""
-        before, halves = {name: place.array for name, place in self.places.items()}, self._halves
-        self.put(self.forward_arrays())
+        with self.restored():
+            self.put(self.forward_arrays())
+            yield
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restores the masters after the block, exactly."""
+        before, remainders, halves = (
+            {n: p.array for n, p in self.places.items()},
+            {**self.remainders},
+            self._halves,
+        )
         try:
             yield
         finally:
+            self.remainders.update(remainders)
             self.put(before)
             self._halves = halves  # so that one that was written by hand is still refused
 
@@ -140,6 +153,15 @@ class Masters:
         return rounded if self.policy.emulate else rounded.astype(dtype_of(param.format)), None
 
 
+def hold(wide: mx.array, param: Param, policy: Policy) -> tuple[mx.array, mx.array | None]:
+    """Returns an fp32 master as it is held, rounded to nearest, and the remainder of a split one."""
+    if param.split:
+        return split(wide)
+    if policy.emulate:
+        return carried(wide, param.format), None
+    return wide.astype(dtype_of(param.format)), None
+
+
 class Averages:
     """Exponential moving averages of the masters, in fp32: the rule of core.averages."""
 
@@ -156,11 +178,6 @@ class Averages:
     @contextmanager
     def swap_in(self) -> Iterator[None]:
         """Inside, the parameters are the averages, held as masters are; after, the masters are back, exactly."""
-        masters = self.masters
-        before, remainders = {n: place.array for n, place in masters.places.items()}, dict(masters.remainders)
-        masters.set(self.arrays)
-        try:
+        with self.masters.restored():
+            self.masters.set(self.arrays)
             yield
-        finally:
-            masters.remainders.update(remainders)
-            masters.put(before)
