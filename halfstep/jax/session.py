@@ -32,7 +32,7 @@ from halfstep.core.errors import BatchError
 from halfstep.core.observed import LayerInfo, Sample
 from halfstep.core.policy import Policy
 from halfstep.core.state_format import Snapshot, Stored, widen
-from halfstep.jax.convert.apply import Applied, apply, find_halves, modules_of
+from halfstep.jax.convert.apply import Applied, apply, find_halves
 from halfstep.jax.convert.fp8_choice import Products, first_choice, measure_products
 from halfstep.jax.fp8 import scaling_amaxes
 from halfstep.jax.instruments.monitor import Monitor
@@ -260,9 +260,9 @@ class Session(Shell):
         """Returns the parameters for functions under a policy: whole masters where halves will not do."""
         if not self.run.remainders:
             return self.run.params
-        params, modules = self.run.params, list(dict.fromkeys([*self.run.names, *modules_of(self.run.params)]))
-        halves = find_halves(policy, self.run.applied().masters, modules)
-        return widen_masters(params, self.run.remainders, halves)
+        applied = self.run.applied()
+        halves = find_halves(policy, applied.masters, applied.modules)
+        return widen_masters(self.run.params, self.run.remainders, halves)
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """Traces for this device: a program for another, such as a kernel of attention, would not run here."""

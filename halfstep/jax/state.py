@@ -226,10 +226,9 @@ def load_state_dict(state: State, given: Mapping[str, Any]) -> State:
 
 
 def stored(array: Any) -> Stored:
-    """Returns an array's dtype, shape and bytes, little-endian."""
-    host = np.asarray(array)
-    data = host.astype(host.dtype.newbyteorder("<"), copy=False).tobytes()
-    return Stored(DTYPE_NAMES[host.dtype], host.shape, data)
+    """Returns an array's dtype, shape and bytes, little-endian: a copy of them."""
+    record = bytes_of(np.asarray(array))
+    return record._replace(data=bytes(record.data))
 
 
 def bytes_of(host: NDArray[Any]) -> Stored:

@@ -48,11 +48,10 @@ def hold(
         elif param.format == FP32:
             held[name] = x
         else:
-            rounding: Rounding = "nearest-even"
-            bits: Array | None = None
+            bits = None
             if param.stochastic and step is not None:
-                rounding = "stochastic"
                 bits = random_bits(x.shape, seed=seed, step=step, tensor=tensor_id(name))
+            rounding: Rounding = "nearest-even" if bits is None else "stochastic"
             rounded = quantize(x, param.format, overflow="inf", rounding=rounding, bits=bits)
             held[name] = rounded if applied.policy.emulate else rounded.astype(dtype_of(param.format))
     return held, remainders
