@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from halfstep.core.observed import AMAX, limits
+from halfstep.core.observed import limits
 from halfstep.core.stats.what_if import scales_of
 
 
@@ -19,10 +19,3 @@ def row_of(x, format, *, scaled=False):
     small = (magnitude > under) & (magnitude < subnormal)
     beyond = ~np.isfinite(magnitude) | (magnitude >= over)
     return np.array([magnitude.size, amax, beyond.sum(), lost.sum(), small.sum()], np.float64)
-
-
-def merge(one, other):
-    """The columns of both together."""
-    both = one + other
-    both[..., AMAX] = np.maximum(one[..., AMAX], other[..., AMAX])
-    return both

@@ -9,7 +9,7 @@ constants of the format (`limits`), so no backend casts anything for them:
     underflow     what is not zero and rounds to zero
     subnormal     what rounds to a nonzero number with less than full precision
 
-Numbers of two micro-batches, steps or ranks merge: amax by the maximum, the rest by sums. A narrow
+Numbers of two micro-batches, steps or ranks merge (`merge`): amax by the maximum, the rest by sums. A narrow
 operand (fp8) is scaled first, as its layer does it, by the power of two that the slice's own amax gives.
 
 **A sample** describes whole tensors of a part of a batch: exponents, SQNR, headroom, kurtosis (core.stats), and
@@ -93,6 +93,13 @@ def limits(format: Format) -> Limits:
     if format.specials == "fn":
         overflow = np.nextafter(overflow, np.float32(math.inf))
     return Limits(float(overflow), half, normal - half)
+
+
+def merge(one: NDArray[Any], other: NDArray[Any]) -> NDArray[Any]:
+    """Returns the columns (in the last dimension) of both together."""
+    both: NDArray[Any] = one + other
+    both[..., AMAX] = np.maximum(one[..., AMAX], other[..., AMAX])
+    return both
 
 
 # --- what a monitor prints

@@ -1,5 +1,7 @@
 """What the tests of the command line share: a run that takes a moment, on the CPU."""
 
+import json
+
 import pytest
 
 from halfstep.cli.main import run
@@ -40,5 +42,17 @@ def refused(capsys):
         capsys.readouterr()
         assert run([*words]) == 2
         return " ".join(capsys.readouterr().err.split())
+
+    return check
+
+
+@pytest.fixture
+def data_of(capsys):
+    """A function: runs a command with --json that must exit with a code, and returns what it printed."""
+
+    def check(*words, code=0):
+        capsys.readouterr()
+        assert run([*words, "--json"]) == code
+        return json.loads(capsys.readouterr().out)
 
     return check

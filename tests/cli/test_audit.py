@@ -1,6 +1,5 @@
 """`halfstep audit` as people see it: output, exit codes, accepted findings, and the policy that cures."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -40,9 +39,8 @@ def test_findings_for_people(bad, capsys):
     assert err.splitlines() == ["not seen: compiled code", "x:y: 11 errors (20 updates watched)"]
 
 
-def test_findings_for_programs(bad, capsys):
-    assert run(["audit", "x:y", "--json"]) == 1
-    data = json.loads(capsys.readouterr().out)
+def test_findings_for_programs(bad, data_of):
+    data = data_of("audit", "x:y", code=1)
     assert (len(data["findings"]), data["unseen"], data["updates"]) == (11, ["compiled code"], 20)
     assert data["findings"][0]["evidence"]["lost_share"] == 0.988
 
@@ -125,12 +123,11 @@ def test_wrong_usage(given, problem, hint, refused):
     assert hint in err
 
 
-def test_all_rules_are_listed(capsys):
+def test_all_rules_are_listed(capsys, data_of):
     assert run(["audit", "--rules"]) == 0
     out = capsys.readouterr().out
     assert all(id in out for id in registry())
-    assert run(["audit", "--rules", "--json", "--select", "HS101"]) == 0
-    assert [rule["id"] for rule in json.loads(capsys.readouterr().out)] == ["HS101"]
+    assert [rule["id"] for rule in data_of("audit", "--rules", "--select", "HS101")] == ["HS101"]
 
 
 def test_a_command_is_run_and_watched(monkeypatch, capsys):

@@ -65,7 +65,7 @@ def test_the_version_is_ours(capsys):
     assert capsys.readouterr().out.strip() == __version__
 
 
-def test_formats_as_a_table_and_as_json(capsys):
+def test_formats_as_a_table_and_as_json(capsys, data_of):
     assert run(["formats", "bf16", "e4m3"]) == 0
     out, err = capsys.readouterr()
     assert [line.rstrip() for line in out.splitlines() if line.strip()] == [
@@ -75,8 +75,7 @@ def test_formats_as_a_table_and_as_json(capsys):
         " e4m3    8     e4m3         448    0.0156   0.00195     1.2  NaN       NaN",
     ]
     assert err == ""
-    assert run(["formats", "e4m3", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == [
+    assert data_of("formats", "e4m3") == [
         {"name": "e4m3", "bits": 8, "exponent_bits": 4, "mantissa_bits": 3, "bias": 7, "max": 448.0,
          "smallest_normal": 2.0**-6, "smallest_subnormal": 2.0**-9, "epsilon": 0.125,
          "decimal_digits": pytest.approx(1.204, abs=1e-3), "has_inf": False, "has_nan": True,
@@ -84,7 +83,7 @@ def test_formats_as_a_table_and_as_json(capsys):
     ]  # fmt: skip
 
 
-def test_policy_shows_every_role_and_reads_back(capsys):
+def test_policy_shows_every_role_and_reads_back(capsys, data_of):
     assert run(["policy", "fp8-mixed"]) == 0
     out, err = capsys.readouterr()
     rows = [line.split() for line in out.splitlines() if line.strip()]
@@ -92,17 +91,15 @@ def test_policy_shows_every_role_and_reads_back(capsys):
     assert (values["compute"], values["param"], values["scale"]) == ("bf16", "fp32", "none")
     assert (values["**"], err.strip()) == ("compute=e4m3:measured,grad=e5m2", "fp8-mixed")
     spec = "fp16-mixed,norm=bf16,scale=dynamic:init=1024; lm_head: compute=fp32"
-    assert run(["policy", spec, "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
+    data = data_of("policy", spec)
     assert data["policy"] == spec
     table = {**data["roles"],
              "rules": {g: ",".join(f"{r}={v}" for r, v in c.items()) for g, c in data["rules"].items()}}  # fmt: skip
     assert Policy.from_table(table) == Policy.parse(spec)
 
 
-def test_policy_has_one_row_per_parameter_or_module(capsys):
-    assert run(["policy", "fp8-mixed; lm_head: compute=fp32", "--model", "tiny", "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
+def test_policy_has_one_row_per_parameter_or_module(capsys, data_of):
+    data = data_of("policy", "fp8-mixed; lm_head: compute=fp32", "--model", "tiny")
     assert list(data)[:-1] == list(parameter_shapes(load("tiny").model))
     assert data["blocks.0.mlp.up.weight"]["values"]["compute"] == "e4m3:measured"
     assert data["blocks.0.attn_norm.weight"]["values"]["compute"] == "bf16"
@@ -116,7 +113,7 @@ def test_policy_has_one_row_per_parameter_or_module(capsys):
     ]
 
 
-def test_policy_shows_those_that_take_over_during_the_run_of_a_recipe(tmp_path, capsys, refused):
+def test_policy_shows_those_that_take_over_during_the_run_of_a_recipe(tmp_path, capsys, refused, data_of):
     recipe = tmp_path / "own.toml"
     recipe.write_text('policy = "fp8-mixed"\n[[schedule]]\nfrom = 0.75\npolicy = "bf16-mixed"\n')
     assert run(["policy", "--model", str(recipe)]) == 0
@@ -124,8 +121,7 @@ def test_policy_shows_those_that_take_over_during_the_run_of_a_recipe(tmp_path, 
     first, second = (row.split() for row in output.out.splitlines() if row.startswith(" blocks.0.mlp.up.weight"))
     assert (first[2], second[2]) == ("e4m3:measured", "bf16")
     assert "after step 750: bf16-mixed" in output.err
-    assert run(["policy", "fp16-mixed", "--model", str(recipe), "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
+    data = data_of("policy", "fp16-mixed", "--model", str(recipe))
     assert data["blocks.0.mlp.up.weight"]["values"]["compute"] == "fp16"
     (later,) = data["schedule"]
     assert (later["from"], later["policy"]) == (750, "bf16-mixed")

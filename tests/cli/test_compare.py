@@ -1,7 +1,5 @@
 """`halfstep compare`: what it prints, its page, its exit codes, and what it refuses."""
 
-import json
-
 import pytest
 
 from halfstep.cli import train
@@ -9,7 +7,7 @@ from halfstep.cli.main import run
 from tests.tools.compare.made_up import make_run, make_runs
 
 
-def test_folders_of_runs_are_compared_in_words_as_data_and_on_a_page(tmp_path, capsys):
+def test_folders_of_runs_are_compared_in_words_as_data_and_on_a_page(tmp_path, capsys, data_of):
     b = make_runs(tmp_path / "b")
     assert run(["compare", str(make_runs(tmp_path / "same")), str(b)]) == 0
     assert "SAME" in capsys.readouterr().out
@@ -20,8 +18,7 @@ def test_folders_of_runs_are_compared_in_words_as_data_and_on_a_page(tmp_path, c
     assert "21, in the loss" in output.out
     assert f"page {tmp_path / 'page.html'}" in output.err
     assert "DIFFERENT" in (tmp_path / "page.html").read_text()
-    assert run(["compare", str(a), str(b), "--json"]) == 1
-    data = json.loads(capsys.readouterr().out)
+    data = data_of("compare", str(a), str(b), code=1)
     assert (data["verdict"]["kind"], data["parting"]["step"], data["page"]) == ("different", 21, None)
 
 

@@ -145,7 +145,7 @@ def test_relative_data_is_searched_in_the_current_folder(tmp_path, monkeypatch, 
         assert run([*command, *named, "--device", "cpu"]) == 0
 
 
-def test_show_and_verify(packed, capsys):
+def test_show_and_verify(packed, capsys, data_of):
     assert run(["data", "show", packed]) == 0
     printed = capsys.readouterr().out
     index = read_index(Path(packed))
@@ -153,8 +153,7 @@ def test_show_and_verify(packed, capsys):
         assert shard.name in printed
         assert f"{shard.tokens:,}" in printed
     assert index.digest in printed
-    assert run(["data", "show", packed, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["digest"] == index.digest
+    assert data_of("data", "show", packed)["digest"] == index.digest
     assert run(["data", "verify", packed]) == 0
     assert "every byte" in capsys.readouterr().err
     with open(os.path.join(packed, "train_000001.bin"), "r+b") as file:
@@ -162,8 +161,7 @@ def test_show_and_verify(packed, capsys):
         file.write(b"\xff\xff")
     assert run(["data", "verify", packed]) == 1
     assert "train_000001.bin" in capsys.readouterr().out
-    assert run(["data", "verify", packed, "--json"]) == 1
-    (damage,) = json.loads(capsys.readouterr().out)
+    (damage,) = data_of("data", "verify", packed, code=1)
     assert (damage["file"], damage["first"], damage["last"]) == ("train_000001.bin", 0, 9024)
 
 

@@ -1,6 +1,5 @@
 """How a run ends, as people and schedulers see it: the summary, the page, and the exit code."""
 
-import json
 import re
 import signal
 
@@ -37,7 +36,9 @@ def printed(capsys):
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_a_deadline_leaves_the_page_to_the_next_session(arguments, tmp_path, capsys, monkeypatch, stopped_at):
+def test_a_deadline_leaves_the_page_to_the_next_session(
+    arguments, tmp_path, capsys, monkeypatch, stopped_at, data_of
+):
     page = tmp_path / "run" / "report.html"
     stopped_at(7)
     assert run([*arguments, "--deadline", "30"]) == 0
@@ -45,8 +46,7 @@ def test_a_deadline_leaves_the_page_to_the_next_session(arguments, tmp_path, cap
     assert f"page {outcome.LATER}" in printed(capsys)
     stopped_at(9)
     monkeypatch.setenv("HALFSTEP_DEADLINE", "30")
-    assert run([*arguments, "--resume", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["report"] is None
+    assert data_of(*arguments, "--resume")["report"] is None
     assert not page.exists()
     assert run([*arguments, "--resume"]) == 0
     assert str(page) in printed(capsys).replace(" ", "")
@@ -68,10 +68,9 @@ def test_without_a_deadline_there_is_a_page_and_a_summary_of_this_session_and_in
         assert (out / "report.html").exists()
 
 
-def test_json_has_the_steps_of_the_session_and_of_the_run(arguments, capsys, stopped_at):
+def test_json_has_the_steps_of_the_session_and_of_the_run(arguments, stopped_at, data_of):
     def steps(*more):
-        assert run([*arguments, "--json", *more]) == 0
-        data = json.loads(capsys.readouterr().out)
+        data = data_of(*arguments, *more)
         if data["seconds"]:
             tokens, later = (data["session_steps"] - 1) * 2 * 16, data["seconds"] - data["spent"]["first_step"]
             assert data["tokens_per_second"] == pytest.approx(tokens / later)

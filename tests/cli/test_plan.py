@@ -1,7 +1,5 @@
 """`halfstep plan` as people see it."""
 
-import json
-
 import pytest
 
 from halfstep.cli.main import run
@@ -21,14 +19,13 @@ def test_policies_stand_side_by_side(capsys):
     assert "probe --save" in printed.err
 
 
-def test_json_and_what_does_not_fit(capsys, tmp_path):
+def test_json_and_what_does_not_fit(tmp_path, data_of):
     path = tmp_path / "small.toml"
     path.write_text(
         'name = "S"\nkind = "nvidia"\ncapability = [9, 0]\nmemory = 30_000_000\ncontext = 0\nbandwidth = 1e12\n'
         "[rates]\nfp32 = 1e13\nbf16 = 1e14\n"
     )
-    assert run(["plan", "tiny", "--gpu", str(path), "--json", *SMALL]) == 1
-    (plan,) = json.loads(capsys.readouterr().out)["plans"]
+    (plan,) = data_of("plan", "tiny", "--gpu", str(path), *SMALL, code=1)["plans"]
     assert plan["fits"] is False
     assert plan["reserved_bytes"] > plan["capacity_bytes"]
 

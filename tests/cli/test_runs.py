@@ -53,9 +53,8 @@ def test_runs_are_listed_with_the_newest_first(runs, capsys):
     assert rows[0][-3:] == ["30", "s", "ago"]
 
 
-def test_the_same_as_data(runs, capsys):
-    assert run(["runs", str(runs), "--json"]) == 0
-    finished, crashed, stopped = json.loads(capsys.readouterr().out)
+def test_the_same_as_data(runs, data_of):
+    finished, crashed, stopped = data_of("runs", str(runs))
     assert finished["state"] == "finished"
     assert (finished["step"], finished["policy"]) == (40, "bf16-mixed")
     assert finished["validation_loss"] > 1
@@ -63,8 +62,7 @@ def test_the_same_as_data(runs, capsys):
     assert 29 < finished["age"] < 90
     assert crashed["step"] == 30
     assert (stopped["state"], stopped["step"]) == ("stopped", 20)
-    assert run(["runs", str(runs / "stopped"), "--json"]) == 0
-    assert [one["folder"] for one in json.loads(capsys.readouterr().out)] == [str(runs / "stopped")]
+    assert [one["folder"] for one in data_of("runs", str(runs / "stopped"))] == [str(runs / "stopped")]
 
 
 def test_a_run_whose_lock_is_held_is_running(runs):
@@ -102,11 +100,10 @@ def test_what_cannot_be_read_is_listed_and_does_not_stop_the_others(runs, capsys
     assert "it is a pipe, not a file" in err
 
 
-def test_folders_without_runs(tmp_path, monkeypatch, capsys, refused):
+def test_folders_without_runs(tmp_path, monkeypatch, capsys, refused, data_of):
     assert run(["runs", str(tmp_path)]) == 0
     assert "holds no runs" in capsys.readouterr().err
-    assert run(["runs", str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == []
+    assert data_of("runs", str(tmp_path)) == []
     monkeypatch.setattr(train, "RUNS", tmp_path / "runs")
     assert "there is no folder" in refused("runs")
     assert run(["runs", str(tmp_path), "again"]) == 2

@@ -1,7 +1,6 @@
 """`halfstep train`, `eval` and `sample` as people type them."""
 
 import errno
-import json
 import re
 
 import pytest
@@ -47,7 +46,7 @@ def test_a_run_prints_a_summary_its_utilization_and_leaves_a_page(small, out, ca
 
 
 @pytest.mark.parametrize("fault", [OSError(errno.ENOSPC, "no space is left"), EventsError("no space is left")])
-def test_a_page_that_cannot_be_written_is_a_warning(small, tmp_path, out, capsys, monkeypatch, fault):
+def test_a_page_that_cannot_be_written_is_a_warning(small, tmp_path, out, capsys, monkeypatch, fault, data_of):
     monkeypatch.setattr(page, "write", raising(fault))
     assert run(["train", *small, "--policy", "fp32", "--out", str(out)]) == 0
     printed, words = capsys.readouterr()
@@ -55,21 +54,20 @@ def test_a_page_that_cannot_be_written_is_a_warning(small, tmp_path, out, capsys
     assert "held-out bits per byte" in printed
     assert "report.html" not in printed
     assert not re.search(r"^ *page\b", printed, re.MULTILINE)
-    assert run(["train", *small, "--policy", "fp32", "--out", str(tmp_path / "other"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["report"] is None
+    assert data_of("train", *small, "--policy", "fp32", "--out", str(tmp_path / "other"))["report"] is None
 
 
-def test_json_output_and_a_resumed_run_keeps_its_ceiling(small, capsys, out, monkeypatch):
-    assert run(["train", *small, "--policy", "fp32", "--out", str(out), "--json"]) == 0
-    first = json.loads(capsys.readouterr().out)
+def test_json_output_and_a_resumed_run_keeps_its_ceiling(small, out, monkeypatch, data_of):
+    first = data_of("train", *small, "--policy", "fp32", "--out", str(out))
     assert first["finished"] is True
     assert (first["report"], first["step"]) == (str(out / "report.html"), 3)
     assert first["ratio"] == pytest.approx(first["bits_per_byte"] / first["bigram_bits"])
     assert first["mfu"] > 0
     assert first["spent"]["wall"] > 0
     monkeypatch.setattr("halfstep.torch.measure.measure", lambda *_, **__: pytest.fail("measured again"))
-    assert run(["train", *small, "--policy", "fp32", "--out", str(out), "--resume", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["ceiling"] == first["ceiling"]
+    assert (
+        data_of("train", *small, "--policy", "fp32", "--out", str(out), "--resume")["ceiling"] == first["ceiling"]
+    )
 
 
 def test_the_reason_of_auto_reaches_messages_events_and_page_unchanged(small, tmp_path, capsys, monkeypatch):
@@ -124,14 +122,13 @@ def test_resume_keeps_the_policy_that_ran(small, tmp_path, capsys, monkeypatch):
     assert read_events(tmp_path / "run" / "events.jsonl")[-1]["event"] == "end"
 
 
-def test_resume_changes_the_precision_and_trains_further_if_asked(trained, capsys, refused):
+def test_resume_changes_the_precision_and_trains_further_if_asked(trained, capsys, refused, data_of):
     again = ["train", "--resume", "--device", "cpu", "--out", str(trained)]
     assert run([*again, "--policy", "fp16-mixed,emulate=true", "--set", "training.steps=6"]) == 0
     words = " ".join(capsys.readouterr().err.split())
     assert "from step 3 on the policy is `fp16-mixed,emulate=true` (it was `fp32`)" in words
     assert "training.steps is 6 (it was 3); the learning rate follows the schedule of 6 steps" in words
-    assert run([*again, "--json"]) == 0  # both hold from now on
-    assert json.loads(capsys.readouterr().out)["step"] == 6
+    assert data_of(*again)["step"] == 6  # both hold from now on
     assert 'policy = "fp16-mixed,emulate=true"' in (trained / "run.toml").read_text()
     starts = [event for event in read_events(trained / "events.jsonl") if event["event"] == "start"]
     assert starts[1]["ceiling"]["told"].startswith("fp16 is emulated")  # of the format that it computes in

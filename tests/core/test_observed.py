@@ -18,12 +18,13 @@ from halfstep.core.observed import (
     Observation,
     Sample,
     limits,
+    merge,
 )
 from halfstep.core.policy import Policy
 from halfstep.core.precision import precisions
 from halfstep.core.stats.tensors import TensorStats
 from halfstep.core.stats.what_if import SPECS, scales_of
-from tests.columns import merge, row_of
+from tests.columns import row_of
 
 FORMATS = ["fp32", "tf32", "bf16", "fp16", "e4m3", "e5m2", "e4m3fnuz", "e3m4ieee", "e2m1"]
 tensors = arrays(np.uint32, st.integers(0, 60), elements=st.integers(0, 2**32 - 1)).map(

@@ -202,7 +202,7 @@ def by_fractions(x: float, format: Format, rounding: str, overflow: str, word: i
     return math.copysign(magnitude, x) if format.has_negative_zero or magnitude != 0 else 0.0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(format=formats(), drawn=patterns, rounding=st.sampled_from(get_args(Rounding)), data=st.data())
 def test_any_format_equals_exact_arithmetic(format, drawn, rounding, data):
     x = drawn.view(np.float32)
@@ -221,7 +221,6 @@ def test_any_format_equals_exact_arithmetic(format, drawn, rounding, data):
         assert_same(decode(encode(result, format), format), result, x)
 
 
-@settings(max_examples=100, deadline=None)
 @given(format=formats())
 def test_the_numbers_of_any_format_follow_the_formula(format):
     codes = np.unique(np.linspace(0, 2 ** (format.bits - 1) - 1, 500).astype(np.uint32))

@@ -135,7 +135,7 @@ class ScalingMachine(RuleBasedStateMachine):
             assert tuple(str(v.dtype).rpartition(".")[2] for v in self.states[name]) == dtypes
 
 
-ScalingMachine.TestCase.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
+ScalingMachine.TestCase.settings = settings(max_examples=15, stateful_step_count=40)
 test_the_law_as_a_state_machine = ScalingMachine.TestCase
 
 

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from halfstep.core.arrays.ladder import REPEATS, climb
@@ -138,7 +138,6 @@ def test_a_busy_machine_never_makes_a_slower_format_the_choice(slower):
         assert choice.preset == "fp32", (seed, choice)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.floats(1e-15, 1e-8),
     st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=3),

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -129,7 +129,6 @@ def assert_equal(one: TensorStats, other: TensorStats, additions: int) -> None:
             assert a == b, field.name
 
 
-@settings(max_examples=100, deadline=None)
 @given(a=tensors, b=tensors, format=st.sampled_from(FORMATS), scale=st.sampled_from([1.0, 0.25, 3.0]))
 def test_merging_parts_gives_the_whole(a, b, format, scale):
     if not Format.parse(format).has_nan:
@@ -138,7 +137,6 @@ def test_merging_parts_gives_the_whole(a, b, format, scale):
     assert_equal(merged, TensorStats.of(np.concatenate([a, b]), format, scale), additions=a.size + b.size)
 
 
-@settings(max_examples=100, deadline=None)
 @given(a=stats, b=stats, c=stats)
 def test_merge_is_commutative_and_associative_with_an_identity(a, b, c):
     assert a + b == b + a
@@ -146,7 +144,6 @@ def test_merge_is_commutative_and_associative_with_an_identity(a, b, c):
     assert a + TensorStats.empty("e4m3") == a == TensorStats.empty("e4m3").merge(a)
 
 
-@settings(max_examples=100, deadline=None)
 @given(a=stats)
 def test_reads_back_exactly_from_json(a):
     assert TensorStats.from_dict(json.loads(json.dumps(a.to_dict(), allow_nan=False))) == a
