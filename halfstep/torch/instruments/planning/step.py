@@ -56,7 +56,6 @@ class Traced:
     work: tuple[Work, ...]  # of `micro_batches` passes and one update
     micro_batches: int
     batch: int  # rows of a micro-batch
-    tokens: int  # of a micro-batch
     vocabulary: int
 
     @cached_property
@@ -129,12 +128,12 @@ def force_measured(policy: Policy) -> Policy:
 def trace_recipe(config: RunConfig, policy: Policy, hardware: Device) -> Traced:
     """Traces a step of a recipe, with the micro-batches of one process."""
     policy, training, settings = force_measured(policy), config.training, config.model
-    tokens = training.batch * settings.context
 
     def make() -> tuple[Engine, Callable[[Any], Any], list[Any], nn.Module]:
         model = Decoder(settings)
         model.recompute = training.recompute_blocks
-        given: dict[str, Any] = {"tokens": tokens, "compiled": bool(training.compile), "memory": training.memory}
+        given: dict[str, Any] = {"compiled": bool(training.compile), "memory": training.memory}
+        given["tokens"] = training.batch * settings.context
         conversion = apply(model, policy, model.module_names(), **given)
         optimizers = build_optimizers(model, config.optimizer)
         options: dict[str, Any] = {"conversion": conversion, "seed": config.seed, "ema": training.ema}
@@ -143,7 +142,7 @@ def trace_recipe(config: RunConfig, policy: Policy, hardware: Device) -> Traced:
         return run, lambda pair: model.loss(pair[:, :-1], pair[:, 1:]), list(batches), model
 
     traced = _trace(make, hardware, compiled=training.compile, micro_batches=min(2, training.micro_batches))
-    return replace(traced, batch=training.batch, tokens=tokens, vocabulary=settings.vocabulary)
+    return replace(traced, vocabulary=settings.vocabulary)  # learned positions are embeddings too
 
 
 def trace_factory(
@@ -151,18 +150,14 @@ def trace_factory(
 ) -> Traced:
     """Traces a step of what a factory returns: model, optimizer, loss_fn, batch."""
     policy = force_measured(policy)
-    found: dict[str, Any] = {}
 
     def make() -> tuple[Engine, Callable[[Any], Any], list[Any], nn.Module]:
         model, optimizer, loss_fn, batch = _check_factory(made())
         batch = pytree.tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, batch)
-        first = next(t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor))
-        found.update(batch=first.shape[0], tokens=first.shape[:2].numel())
         run = prepare_as(Engine, model, optimizer, policy, memory=memory)
         return run, loss_fn, [batch], model
 
-    traced = _trace(make, hardware, compiled=compiled, micro_batches=1)
-    return replace(traced, **found)
+    return _trace(make, hardware, compiled=compiled, micro_batches=1)
 
 
 def _check_factory(made: Any) -> tuple[Any, ...]:
@@ -208,18 +203,12 @@ def _trace(make: Callable[[], Any], hardware: Device, *, compiled: bool | str, m
                 with trace.during("backward"):
                     run.step(loss, [batches[i % len(batches)] for i in range(count)])
         roles = _roles(run, tracker)
-    own = [
-        p
-        for o in run.optimizers
-        if isinstance(o, AdamW | torch.optim.Adam)
-        for g in o.param_groups
-        for p in g["params"]
-    ]
-    work = [*trace.work, Work("bytes", "", (), 0, ADAMW_BYTES * sum(p.numel() for p in own), "update")]
-    return Traced(
-        trace.ledger, roles, tuple(_parameters(run, _wire_bytes(run.policy))), tuple(work),
-        micro_batches, 0, 0, _vocabulary(model),
-    )  # fmt: skip
+    groups = [g for o in run.optimizers if isinstance(o, AdamW | torch.optim.Adam) for g in o.param_groups]
+    stepped = sum(p.numel() for group in groups for p in group["params"])
+    work = (*trace.work, Work("bytes", "", (), 0, ADAMW_BYTES * stepped, "update"))
+    parameters = tuple(_parameters(run, _wire_bytes(run.policy)))
+    rows = next(t.shape[0] for t in pytree.tree_leaves(batches) if isinstance(t, Tensor))
+    return Traced(trace.ledger, roles, parameters, work, micro_batches, rows, _vocabulary(model))
 
 
 def _wire_bytes(policy: Policy) -> int:
