@@ -65,8 +65,7 @@ class TrackedOptimizer:
 class TrainingLog:
     """Everything that a process has done so far in training.
 
-    `end` is called at the beginning of update number `steps` + 1, `on_update` after each update. `share` limits
-    the time that statistics take.
+    `end` is called at the beginning of update number `steps` + 1, `on_update` after each update.
     """
 
     def __init__(
@@ -76,9 +75,8 @@ class TrainingLog:
         steps: int | None = None,
         end: Callable[[], None] = lambda: None,
         on_update: Callable[[int], None] = lambda updates: None,
-        share: float = SHARE,
     ):
-        self.formats, self.share = formats, share
+        self.formats = formats
         self.steps, self.end, self.on_update = steps, end, on_update
         self.forget()
 
@@ -200,7 +198,7 @@ class TrainingLog:
             id(p): format_name(p.grad.dtype) for p in params_of(optimizer) if p.grad is not None
         }
         elapsed = time.perf_counter() - self._began
-        if tracked.steps < FIRST or self._spent <= self.share * elapsed:
+        if tracked.steps < FIRST or self._spent <= SHARE * elapsed:
             self.find_models()
             with self._timed():
                 self.lost_updates.before(optimizer)

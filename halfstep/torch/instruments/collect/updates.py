@@ -4,7 +4,7 @@
     watch.before(optimizer); optimizer.step(); watch.after(optimizer)
     watch.counts(parameter)                                     an UpdateCounts, or None if it was never stepped
 
-Of a tensor with more than `limit` elements, `limit` evenly spaced ones stand for all; an `UpdateCounts` says how
+Of a tensor with more than LIMIT elements, evenly spaced ones stand for all; an `UpdateCounts` says how
 many elements were looked at. Weights that are stored in a narrow format are counted in full. Of fp32 ones, whose
 updates no rule asks for, only gradient and motion are noted, on the device. Everything that a step needs travels
 to the host in one copy: one sync per step, and only where narrow weights are trained.
@@ -55,8 +55,7 @@ class _Pending:
 class UpdateWatch:
     """Counts the updates of every optimizer whose steps it is shown; changes no number of theirs."""
 
-    def __init__(self, limit: int = LIMIT):
-        self.limit = limit
+    def __init__(self) -> None:
         self._watched: Any = WeakTensorKeyDictionary()
         self._pending: dict[int, list[_Pending]] = {}
 
@@ -137,8 +136,8 @@ class UpdateWatch:
 
     def _part(self, tensor: Tensor, *, copy: bool = False) -> Tensor:
         flat = local(tensor).detach().reshape(-1)
-        if flat.numel() > self.limit:
-            flat = flat[:: -(-flat.numel() // self.limit)]
+        if flat.numel() > LIMIT:
+            flat = flat[:: -(-flat.numel() // LIMIT)]
         return flat.clone() if copy else flat
 
     def _state(self, state: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:

@@ -111,9 +111,10 @@ REST = ("no master", "adapter", "decay", "router")
 @pytest.mark.parametrize(
     "what", [pytest.param(what, marks=[pytest.mark.prove] if what in REST else []) for what in PLANTED]
 )
-def test_a_planted_hazard_is_named_by_rule_and_layer(what):
+def test_a_planted_hazard_is_named_by_rule_and_layer(what, monkeypatch):
+    monkeypatch.setattr("halfstep.torch.instruments.collect.log.SHARE", 1.0)
     planted = PLANTED[what]
-    with Watch(share=1.0) as watch:
+    with Watch() as watch:
         train(what, planted.compute)
     found = check(watch.record())
     named = {f.rule for f in found if all(name.startswith(planted.layer) for name in f.where)}

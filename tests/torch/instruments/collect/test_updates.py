@@ -47,8 +47,8 @@ def _shared_step():
     return inspect.unwrap(torch.optim.AdamW.step) is inspect.unwrap(torch.optim.Adam.step)
 
 
-def watched(model, optimizer, steps=3, rows=None, **watch):
-    watch = UpdateWatch(**watch)
+def watched(model, optimizer, steps=3, rows=None):
+    watch = UpdateWatch()
     torch.manual_seed(1)
     for _ in range(steps):
         for p in model.parameters():
@@ -118,9 +118,10 @@ def test_fp32_weights_are_watched_for_motion_only():
     assert (still.moved, still.gradient) == (False, 1)
 
 
-def test_large_tensors_are_sampled_over_their_whole_length():
+def test_large_tensors_are_sampled_over_their_whole_length(monkeypatch):
+    monkeypatch.setattr("halfstep.torch.instruments.collect.updates.LIMIT", 100)
     model = bf16(out=64)
-    counts = watched(model, torch.optim.SGD(model.parameters(), lr=1e-9), rows=32, limit=100, steps=1)["weight"]
+    counts = watched(model, torch.optim.SGD(model.parameters(), lr=1e-9), rows=32, steps=1)["weight"]
     assert counts.elements == 86  # every sixth of 512
     assert counts.intended == 43  # the first half has gradients
 
