@@ -16,9 +16,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from halfstep.config.schema import Bounds, Count, Positive, Rate
 from halfstep.core.errors import SettingConflictError
 from halfstep.core.rules import owner as owner
@@ -157,14 +154,6 @@ def model_like(shapes: Iterable[Sequence[int]]) -> ModelConfig:
     width = max(weights, key=lambda size: (weights[size], -size), default=16)
     width = min(WIDEST, 16 * math.ceil(width / 16))
     return ModelConfig(width=width, heads=width // (64 if width % 64 == 0 else 16))
-
-
-def rope_tables(model: ModelConfig) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Returns cos and sin of position * base^(-2i/K), twice side by side, in fp32 of angles in fp64."""
-    half = model.size_of_head // 2
-    rates = model.rope_base ** -(np.arange(half) / half)
-    angles = np.tile(np.outer(np.arange(model.context), rates), (1, 2))
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:

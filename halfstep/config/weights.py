@@ -8,6 +8,8 @@ embeddings                        normal, `embedding_std`
 an output head                    as a matrix, or zero
 gains, factors                    one, on queries `q_gain_start`;   biases   zero
 residual_mix                      (1, 0): the stream itself;   value_mix   0.5
+
+Beside them are the angles of rotary positions, which are numbers of a model too, though no weights.
 """
 
 import math
@@ -53,6 +55,14 @@ def _initial(model: ModelConfig, seed: int, name: str, shape: Shape) -> NDArray[
         std /= math.sqrt(2 * model.layers)
     generator = np.random.Generator(np.random.Philox(key=[seed, tensor_id(name)]))
     return generator.standard_normal(shape, np.float32) * np.float32(std)
+
+
+def rope_tables(model: ModelConfig) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Returns cos and sin of position * base^(-2i/K), twice side by side, in fp32 of angles in fp64."""
+    half = model.size_of_head // 2
+    rates = model.rope_base ** -(np.arange(half) / half)
+    angles = np.tile(np.outer(np.arange(model.context), rates), (1, 2))
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
 def held_formats(policy: Policy, model: ModelConfig, state: Mapping[str, Stored]) -> dict[str, Format]:

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from halfstep.config.model import ModelConfig, module_names, parameter_shapes
-from halfstep.config.model import rope_tables as rope_tables
 from halfstep.config.weights import Weights
+from halfstep.config.weights import rope_tables as rope_tables
 from halfstep.core.choice.layers import NO_LAYERS, Measured
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions

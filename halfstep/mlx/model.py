@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx.nn.utils import checkpoint
 from mlx.utils import tree_flatten, tree_unflatten
 
-from halfstep.config import model
+from halfstep.config import weights
 from halfstep.config.model import ModelConfig, module_names, parameter_shapes
 from halfstep.config.weights import Weights
 from halfstep.mlx.layers import (
@@ -226,8 +226,8 @@ class Head(Matmul):
 
 
 def rope_tables(config: ModelConfig) -> tuple[mx.array, mx.array]:
-    """Returns cos and sin of the angle of each position (config.model)."""
-    cos_TK, sin_TK = map(mx.array, model.rope_tables(config))
+    """Returns cos and sin of the angle of each position (config.weights)."""
+    cos_TK, sin_TK = map(mx.array, weights.rope_tables(config))
     return cos_TK, sin_TK
 
 
