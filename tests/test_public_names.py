@@ -22,6 +22,8 @@ def test_every_public_name_is_loaded_when_it_is_used(package):
     run_python(
         f"import sys, {package} as package\n"
         "assert not {'torch', 'jax', 'mlx', 'numpy'} & sys.modules.keys()\n"
+        "ours = [name for name in sys.modules if name.startswith('halfstep.')]\n"
+        "assert package.__name__ != 'halfstep' or not ours, ours\n"
         "assert len(package.__all__) > 5 and set(package.__all__) == set(dir(package))\n"
         "for name in package.__all__: assert getattr(package, name).__name__ == name, name\n"
         "try: package.nothing\n"

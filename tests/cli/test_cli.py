@@ -49,17 +49,6 @@ def test_no_framework_and_not_even_numpy_is_loaded(arguments):
     assert sorted(loaded & set(FRAMEWORKS)) == []
 
 
-def test_importing_halfstep_loads_nothing_and_names_are_loaded_when_used():
-    code = (
-        "import sys, halfstep\n"
-        "assert not [m for m in sys.modules if m.startswith('halfstep.')], 'eager'\n"
-        "assert halfstep.Policy.parse('bf16-mixed')\n"
-        "assert 'numpy' not in sys.modules\n"
-        "assert halfstep.cast and 'numpy' in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_the_version_is_ours(capsys):
     assert run(["--version"]) == 0
     assert capsys.readouterr().out.strip() == __version__

@@ -5,24 +5,13 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from halfstep.core.errors import HalfstepError
 from halfstep.integrations import state
 from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.run import prepare
 from tests.refusals import refuses
-
-
-class Net(nn.Module):
-    def __init__(self, width=6):
-        super().__init__()
-        torch.manual_seed(3)
-        self.embed, self.norm, self.head = nn.Embedding(9, width), nn.BatchNorm1d(width), nn.Linear(width, 9)
-
-    def forward(self, tokens):
-        return self.head(F.dropout(self.norm(self.embed(tokens)), 0.1))
-
+from tests.torch.test_state import Net, train
 
 MAKE = {
     "ours": lambda m: AdamW(m.parameters(), lr=0.01),
@@ -35,14 +24,6 @@ MAKE = {
 def prepared(policy="bf16-mixed", name="ours", **options):
     model = Net()
     return prepare(model, MAKE[name](model), policy, **options)
-
-
-def train(run, seeds):
-    def loss(seed):
-        tokens = torch.randint(0, 9, (2, 16), generator=torch.Generator().manual_seed(seed))
-        return F.cross_entropy(run.model(tokens[0]), tokens[1])
-
-    return [float(run.step(loss, [seed]).loss) for seed in seeds]
 
 
 def half_frozen(policy, base=3):

@@ -16,11 +16,10 @@ from tests.refusals import refuses
 
 
 class Net(nn.Module):
-    def __init__(self):
+    def __init__(self, width=6):
         super().__init__()
         torch.manual_seed(3)
-        self.embed, self.norm = nn.Embedding(9, 6), nn.BatchNorm1d(6)
-        self.head = nn.Linear(6, 9)
+        self.embed, self.norm, self.head = nn.Embedding(9, width), nn.BatchNorm1d(width), nn.Linear(width, 9)
 
     def forward(self, tokens):
         return self.head(F.dropout(self.norm(self.embed(tokens)), 0.1))
