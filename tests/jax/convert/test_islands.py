@@ -11,20 +11,12 @@ from flax import linen
 from jax import lax
 
 from halfstep.core.errors import PolicyError
-from halfstep.core.policy import Policy
-from halfstep.jax.convert.apply import apply
-from halfstep.jax.convert.interpret import cast_inside
 from halfstep.jax.layers import COMPILER_OPTIONS
+from tests.jax.interpreted import interpreted
 
 ROWS, WIDTH = 4, 32
 X = (3 * np.random.default_rng(0).standard_normal((ROWS, WIDTH))).astype(jnp.bfloat16).astype(np.float32)
 MASK = np.random.default_rng(1).random((ROWS, WIDTH)) < 0.7
-
-
-def interpreted(fn, params, x, policy="bf16-mixed", *, cast_batch=True):
-    """fn(params, x) under a policy."""
-    applied = apply(params, Policy.parse(policy))
-    return cast_inside(fn, applied, params, (x,), cast_batch=cast_batch)[0]
 
 
 def under(fn, policy="bf16-mixed"):

@@ -9,11 +9,9 @@ import optax
 import pytest
 from jax import lax
 
-from halfstep.core.policy import Policy
-from halfstep.jax.convert.apply import apply
-from halfstep.jax.convert.interpret import cast_inside
 from halfstep.jax.convert.patterns import find_recomputed
 from halfstep.jax.jaxpr import EXACT
+from tests.jax.interpreted import interpreted
 
 pytestmark = pytest.mark.prove  # each compiles several programs
 
@@ -21,12 +19,6 @@ PARAMS = {"w": jnp.eye(64)}
 X = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32) * 3
 TABLE = np.zeros((32, 64), np.float32)  # promotes a stream to fp32 without changing it
 ROUNDOFF = 2.0**-8  # of bf16: half the distance to the next number
-
-
-def interpreted(fn, params, x, policy="bf16-mixed"):
-    """fn(params, x) under a policy."""
-    applied = apply(params, Policy.parse(policy))
-    return cast_inside(fn, applied, params, (x,), cast_batch=True)[0]
 
 
 def inside(fn, policy="bf16-mixed"):

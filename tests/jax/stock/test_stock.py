@@ -12,11 +12,9 @@ from flax import linen
 from flax.training.train_state import TrainState
 
 from halfstep.core.errors import HalfstepError, ParallelError, StateError, UnsupportedTransformError
-from halfstep.core.policy import Policy
-from halfstep.jax.convert.apply import apply
-from halfstep.jax.convert.interpret import cast_inside
 from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.run import init, make_step
+from tests.jax.interpreted import interpreted
 from tests.jax.stock.models import BATCHES, MODELS
 
 POLICIES = ("bf16-mixed", "fp16-mixed", "fp8-mixed,emulate=true")
@@ -48,8 +46,7 @@ def traced(model, policy):
     (shapes, loss_fn), batch = described(model), BATCHES[model[1]]
 
     def loss(params, batch):
-        applied = apply(params, Policy.parse(policy))
-        return cast_inside(loss_fn, applied, applied.leaves.trained, (batch,), cast_batch=True)[0]
+        return interpreted(loss_fn, params, batch, policy)
 
     gradient = jax.eval_shape(jax.grad(loss, allow_int=True), shapes, batch) if policy != "fp16-mixed" else {}
     return None if "emulate" in policy else jax.make_jaxpr(loss)(shapes, batch), gradient
