@@ -227,18 +227,16 @@ def output(
     history: Tensor | None,
     casts: Casts,
     tokens: int,
-    amax: Tensor | None = None,
     known: Lowered | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Returns x W^T + b of the first `tokens` of x, whose rows are padded, and what `gradients` needs of it.
 
-    `amax` is that of a larger tensor which x is a part of, if it is scaled as that; `known` is the cast of x, if
-    it was made.
+    `known` is the cast of x, if it was made: by another layer, or as a part of a tensor that has one scale.
     """
     p = casts.precision
     # 1. Operands in compute, and the amax that scales each, from earlier updates if they are delayed.
     w, past = cast_parameter(values, casts), None if history is None else history.amax(dim=1)
-    x_amax, x_now = (amax, amax) if known or amax is not None else _amax(rows, p.operand, past, 0)
+    x_amax, x_now = (None, None) if known else _amax(rows, p.operand, past, 0)
     w_amax, w_now = _amax(w, p.operand, past, 1)
     # 2. The casts, and the product.
     a, b = known or lower(rows, p.operand, casts, x_amax), lower(w, p.operand, casts, w_amax)

@@ -35,6 +35,7 @@ from halfstep.torch.fp8.linear import (
     amaxes_of,
     gradients,
     has_one_scale,
+    lower,
     narrow_linear,
     output,
     pad_rows,
@@ -95,7 +96,8 @@ def chunk_gradients(
     total, grad_input, *sums, sample = empty_gradients(rows, values, needs, width, parts, size)
     for some, wanted in zip(parts, split_chunks(targets, chunks), strict=True):
         tokens, first, some = some.shape[0], start == 0, pad_rows(some, casts)
-        logits, kept = output(some, values, bias, None, casts, some.shape[0], amax)
+        codes = lower(some, operand, casts, amax)
+        logits, kept = output(some, values, bias, None, casts, some.shape[0], known=codes)
         wanted = F.pad(wanted, (0, some.shape[0] - tokens), value=ignored)
         terms = (ignored, smoothing, cap, z_loss)
         sample = sample_before(logits[:tokens], wanted, size, terms, casts) if first else sample
