@@ -65,8 +65,6 @@ SETTINGS = {"train": train.as_setting, "probe": probe.as_size}
 def run(arguments: list[str]) -> int:
     """Runs the command line and returns its exit code."""
     trains = arguments[:1] == ["train"]
-    if trains and {"--help", "-h"} & set(arguments):
-        app["train"].help_epilogue = train.settings()  # built on demand: it reads the whole schema
     with drop_refused_output(stdout=trains), warnings.catch_warnings():
         # torch's trace of a CPU without bf16 instructions, about which we warn in one line.
         warnings.filterwarnings("ignore", "mkldnn_matmul failed")

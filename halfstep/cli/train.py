@@ -64,6 +64,7 @@ def train(
     deadline: float | None = None,
     gpus: int | None = None,
     json: Flag = False,
+    help_settings: Flag = False,
 ) -> int:
     """Train a recipe, in a precision chosen by measurement unless you name one.
 
@@ -81,7 +82,7 @@ def train(
     backend
         The framework.
     overrides
-        A setting, such as training.steps=100. May be repeated.
+        A setting, such as training.steps=100; --help-settings lists them. May be repeated.
     init
         Start from these weights: a safetensors file, a folder in Hugging Face layout (for gpt2 and qwen3), a run
         folder, or a file that `halfstep export --to artifact` wrote.
@@ -102,9 +103,14 @@ def train(
         machines, start `-m halfstep train` with torchrun on each.
     json
         Print the outcome as JSON.
+    help_settings
+        Print every setting that --set takes, with its default, and train nothing.
     """
     from halfstep.training.job import open_job
 
+    if help_settings:
+        print(settings())
+        return 0
     if policy is not None:
         policy = read_policy(policy)
     if init is not None and resume:
@@ -319,7 +325,7 @@ def _resolve(
 def settings() -> str:
     """Returns every setting that --set takes, from the schema."""
     lines = [f"{row.key} = {row.shown} ({row.kind}): {row.help}" for row in rows(RunConfig)]
-    return "Settings, with the defaults that apply unless the recipe says otherwise:\n\n" + "\n\n".join(lines)
+    return "\n".join(["Settings, with the defaults that apply unless the recipe says otherwise:", "", *lines])
 
 
 def as_setting(option: str, arguments: Sequence[str]) -> str | None:

@@ -38,8 +38,9 @@ class Bounds:
         )
 
     def __str__(self) -> str:
-        limits = dataclasses.asdict(self).items()
-        return " and ".join(f"{name.replace('_', ' ')} {limit:g}" for name, limit in limits if limit is not None)
+        limits = [(name.replace("_", " "), limit) for name, limit in dataclasses.asdict(self).items()]
+        texts = [(name, "2^63" if limit == 2**63 else f"{limit:g}") for name, limit in limits if limit is not None]
+        return " and ".join(map(" ".join, texts))
 
 
 Count = Annotated[int, Bounds(at_least=0)]

@@ -375,8 +375,12 @@ def test_nothing_is_measured_if_the_folder_is_taken(trained, small, refused, mon
     held.release()
 
 
-def test_help_lists_every_setting_of_the_schema(capsys):
+def test_help_is_short_and_names_the_list_of_every_setting(capsys):
     assert run(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "--help-settings" in shown
+    assert shown.count("\n") < 60
+    assert run(["train", "--help-settings"]) == 0
     shown = capsys.readouterr().out
     assert all(row.key in shown for row in rows(RunConfig))
     assert "training.compile = false" in shown  # as they are typed
