@@ -94,7 +94,7 @@ def _live(run: RunParts) -> dict[str, Tensor]:
 def load_state(run: RunParts, given: Mapping[str, Tensor]) -> None:
     """Restores a state. One of another model, optimizer or precision is refused entirely."""
     if run.sharded is not None:
-        run.sharded.reshard()  # what is gathered is of before
+        run.sharded.reshard()  # or gathered weights would be those of before
     state, given = {name: local(tensor) for name, tensor in _live(run).items()}, _as_held(run, given)
     _check_amax(run, given)
     lazy = tuple(f"optimizer.{i}." for i, o in enumerate(run.optimizers) if not isinstance(o, Optimizer))

@@ -20,7 +20,6 @@ ON_TENSORS = {
     "halfstep_codes": "fp8/linear.py",
     "halfstep_untouched": "numerics/provenance.py",
     "halfstep_origin": "numerics/provenance.py",
-    "halfstep_rows": "numerics/provenance.py",
     "halfstep_relu_of": "numerics/provenance.py",
     "halfstep_kept": "numerics/provenance.py",
     "halfstep_narrow": "numerics/provenance.py",

@@ -12,7 +12,7 @@ own: the attention is transformers' `sdpa`, the mask is None where all of this i
     no window       none is shorter than the sequence
     no packing      no `position_ids` were given, nor anything else from which a model could make its own
 
-Without a cache transformers compares positions in case that sequences are packed, though the positions are its
+Without a cache transformers compares positions in case sequences are packed, though the positions are its
 own. What it would have built from them is then compared with the causal mask on the device, without waiting for
 it and without writing a mask: a model for which they differ stops (`PACKED`), and never trains on wrong attention.
 

@@ -164,7 +164,7 @@ def set_module_precision(module: nn.Module, precision: Precision, base: Precisio
     if isinstance(module, Layer):
         module.precision = precision
         if module.halfstep.loss_casts is not None:
-            update_record(module, loss_casts=None)  # until fp8_choice.give_losses
+            update_record(module, loss_casts=None)  # until fp8_choice.set_loss_casts
     elif isinstance(module, Island | Leaf | Code):
         casts = casts_of(precision)
         held = [*module.parameters(recurse=False)]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-_UNTOUCHED, _ORIGIN, _ROWS = "halfstep_untouched", "halfstep_origin", "halfstep_rows"
+_UNTOUCHED, _ORIGIN = "halfstep_untouched", "halfstep_origin"
 _RELU_OF, _KEPT = "halfstep_relu_of", "halfstep_kept"
 # Of logits that were widened: the narrow ones, and a list that is empty once one was written to or has a hook
 # (functions/narrow_logits.py).
@@ -74,6 +74,7 @@ class Origin(NamedTuple):
     history: Any = None  # of delayed operands
     loss_casts: Any = None  # of its cross-entropy, if they differ
     activated: bool = False  # by GELU
+    reshaped: bool = False  # the tensor is a view of the result, with its rows
     lean: bool = False
 
 
@@ -120,9 +121,9 @@ def note_linear(
 
 def note_gelu(y: Tensor, h: Tensor, lean: bool) -> Tensor:
     """Returns the GELU of a tensor with the origin of that tensor."""
-    if hasattr(h, _ORIGIN):
+    origin = getattr(h, _ORIGIN) if hasattr(h, _ORIGIN) else None
+    if origin is not None and not origin.reshaped:
         mark_new(y)
-        origin = getattr(h, _ORIGIN)
         untouched = [*origin.untouched, getattr(y, _UNTOUCHED)]
         setattr(y, _ORIGIN, origin._replace(untouched=untouched, activated=True, lean=lean))
     return y
@@ -168,13 +169,13 @@ def copy_grad_bits(y: Tensor, x: Tensor) -> None:
 
 def rows_of_layer(y: Tensor) -> Origin | None:
     """Returns the origin of rows that a linear layer made, if they and what it was given are as they were."""
-    name = _ROWS if hasattr(y, _ROWS) else _ORIGIN
-    origin = getattr(y, name) if hasattr(y, name) else None
+    origin = getattr(y, _ORIGIN) if hasattr(y, _ORIGIN) else None
     same = origin is not None and not origin.activated and origin.untouched[0] and origin.unwritten
     return origin if same else None
 
 
 def note_rows(y: Tensor, origin: Origin) -> Tensor:
     """Returns a view of a linear layer's result that has the same rows, with their origin."""
-    setattr(y, _ROWS, origin)
+    if not hasattr(y, _ORIGIN):  # of a tensor that is contiguous, `contiguous` returns the tensor itself
+        setattr(y, _ORIGIN, origin._replace(reshaped=True))
     return y

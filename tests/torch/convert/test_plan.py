@@ -1,4 +1,4 @@
-"""Models that others wrote: what their modules become, and the model as a whole."""
+"""Third-party models: what their modules become, and the model as a whole."""
 
 import inspect
 

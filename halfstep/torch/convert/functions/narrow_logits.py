@@ -273,7 +273,7 @@ class Output(Tensor):
 
 
 def keep_narrow(y: Tensor) -> Tensor:
-    """Returns a bf16 or fp16 tensor with which everybody computes in fp32; any other as it is."""
+    """Returns a bf16 or fp16 tensor with which all code computes in fp32; any other as it is."""
     return _wrap(y) if y.dim() else y
 
 

@@ -1,4 +1,4 @@
-"""Autograd functions that others wrote, under a policy."""
+"""Third-party autograd functions, under a policy."""
 
 import pytest
 import torch
@@ -96,7 +96,7 @@ def test_an_activation_and_a_parameter_meet_in_its_backward(kind, policy):
     compare(kind.apply, torch.randn(4, 4, generator=torch.Generator().manual_seed(1)) / 2, policy)
 
 
-def test_a_mode_of_somebody_else_hides_nothing():
+def test_a_third_party_mode_hides_nothing():
     """Hazard: `with torch.device(...)` in a forward is a function mode too, above the policy's."""
 
     def inside(x, w):

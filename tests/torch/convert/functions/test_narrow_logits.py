@@ -1,4 +1,4 @@
-"""Logits that a model widens before its loss: the kernel reads them narrow, and everybody else sees fp32."""
+"""Logits that a model widens before its loss: the kernel reads them narrow, and all other code sees fp32."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a model returns beside its loss: in compute, until somebody computes with it."""
+"""What a model returns beside its loss: in compute, until something is computed with it."""
 
 import copy
 import io
