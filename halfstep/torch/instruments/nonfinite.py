@@ -23,6 +23,7 @@ Around compiled code a dispatch mode would silently turn compilation off, so the
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ class _FirstFailure:
         self._entered = ""  # the first module whose input is not finite
         self._watched: set[int] = set()
         for name, module in model.named_modules():
-            before, after = self._pre_hook(name), self._post_hook(name, module)
+            before, after = partial(self._before_forward, name), partial(self._after_forward, name)
             self.hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             self.hooks.callback(module.register_forward_hook(after, with_kwargs=True).remove)
         for name, parameter in model.named_parameters():
@@ -114,7 +115,7 @@ class _FirstFailure:
     def _watch_parameter(self, name: str, parameter: Tensor) -> None:
         if parameter.requires_grad and id(parameter) not in self._watched:
             self._watched.add(id(parameter))
-            hook = self._gradient_hook(f"`{name}`", name.rpartition(".")[0])
+            hook = partial(self._see_gradient, f"`{name}`", name.rpartition(".")[0])
             self.hooks.callback(grad_owner_of(parameter).register_hook(hook).remove)
 
     def keep_cause(self, cause: Cause, tensor: Tensor) -> None:
@@ -126,30 +127,28 @@ class _FirstFailure:
             cause = replace(cause, where=where, operation=origin.operation, module=module)
         self.cause = cause
 
-    def _pre_hook(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            for own, parameter in module._parameters.items():
-                if parameter is not None:  # FSDP gives a module another parameter while it runs
-                    self._watch_parameter(f"{name}.{own}" if name else own, parameter)
-            if not self._entered and self.cause is None and not _is_finite((args, kwargs)):
-                self._entered = name or "the model"
+    def _before_forward(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        for own, parameter in module._parameters.items():
+            if parameter is not None:  # FSDP gives a module another parameter while it runs
+                self._watch_parameter(f"{name}.{own}" if name else own, parameter)
+        if not self._entered and self.cause is None and not _is_finite((args, kwargs)):
+            self._entered = name or "the model"
 
-        return hook
+    def _after_forward(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self.cause is None and not _is_finite(output):
+            if _is_finite((args, kwargs)):
+                bad = next(tensor for tensor in _float_tensors(output) if not _is_finite(tensor))
+                self.keep_cause(Cause("forward", self._describe(name, module, (args, kwargs)), name), bad)
+            elif not name:
+                self.cause = Cause("forward", "the input of the model")
+        hook = partial(self._see_gradient, f"the output of `{name}`" if name else "the output of the model", name)
+        for tensor in _float_tensors(output):
+            if tensor.requires_grad and torch.is_grad_enabled():
+                self.hooks.callback(tensor.register_hook(hook).remove)
 
-    def _post_hook(self, name: str, module: nn.Module) -> Callable[..., None]:
-        def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if self.cause is None and not _is_finite(output):
-                if _is_finite((args, kwargs)):
-                    bad = next(tensor for tensor in _float_tensors(output) if not _is_finite(tensor))
-                    self.keep_cause(Cause("forward", self._describe(name, module, (args, kwargs)), name), bad)
-                elif not name:
-                    self.cause = Cause("forward", "the input of the model")
-            for tensor in _float_tensors(output):
-                if tensor.requires_grad and torch.is_grad_enabled():
-                    what = f"the output of `{name}`" if name else "the output of the model"
-                    self.hooks.callback(tensor.register_hook(self._gradient_hook(what, name)).remove)
-
-        return hook
+    def _see_gradient(self, what: str, module: str, gradient: Tensor) -> None:
+        if self.cause is None and not _is_finite(gradient, masks=False):
+            self.keep_cause(Cause("backward", f"gradient of {what}", module), gradient)
 
     def _describe(self, name: str, module: nn.Module, inputs: Any) -> str:
         largest = max((float(t.detach().abs().max()) for t in _float_tensors(inputs) if t.numel()), default=None)
@@ -160,13 +159,6 @@ class _FirstFailure:
         if self._entered:
             where += f", in its own code before `{self._entered}`"
         return where if largest is None else f"{where}, largest input {largest:.3g}"
-
-    def _gradient_hook(self, what: str, module: str) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            if self.cause is None and not _is_finite(gradient, masks=False):
-                self.keep_cause(Cause("backward", f"gradient of {what}", module), gradient)
-
-        return hook
 
 
 def _is_finite(tree: Any, *, masks: bool = True) -> bool:
