@@ -13,6 +13,7 @@ step waits, and nothing that is trained depends on it. `layer_numbers` and `weig
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,7 +123,7 @@ class Monitor:
         seen: list[tuple[LayerInfo, str, Part]] = []
         with extra_pass_of_run(self._run), ExitStack() as stack:
             for module, info in zip(self._watch.modules, self.layers, strict=True):
-                hook = module.register_forward_hook(_observer(info, seen), with_kwargs=True)
+                hook = module.register_forward_hook(partial(_observe, info, seen), with_kwargs=True)
                 stack.callback(hook.remove)
             given = loss_fn(rows)
             loss, weight = given if isinstance(given, tuple) else (given, 1.0)
@@ -138,22 +139,21 @@ class Monitor:
         return {name: {role: each.sample() for role, each in roles.items()} for name, roles in merged.items()}
 
 
-def _observer(info: LayerInfo, seen: list[tuple[LayerInfo, str, Part]]) -> Callable[..., None]:
-    """Returns a forward hook that copies parts of what enters a layer, and of the gradient of what leaves it."""
+def _observe(
+    info: LayerInfo, seen: list[tuple[LayerInfo, str, Part]], _: nn.Module, args: Any, kwargs: Any, output: Any
+) -> None:
+    """A forward hook: copies parts of what enters a layer, and of the gradient of what leaves it."""
 
     def keep(role: str, x: Tensor) -> None:
         seen.append((info, role, part_of(x, spec_of_role(info, role))))
 
-    def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        y = first_tensor((output,) if not isinstance(output, tuple) else output)
-        x = None if info.kind == "embedding" else first_tensor((*args, *kwargs.values()))
-        x = y if x is None else x
-        if torch.is_grad_enabled() and x is not None:
-            keep("activation", x)
-        if y is not None and y.requires_grad:
-            y.register_hook(lambda g: keep("gradient", g))
-
-    return hook
+    y = first_tensor((output,) if not isinstance(output, tuple) else output)
+    x = None if info.kind == "embedding" else first_tensor((*args, *kwargs.values()))
+    x = y if x is None else x
+    if torch.is_grad_enabled() and x is not None:
+        keep("activation", x)
+    if y is not None and y.requires_grad:
+        y.register_hook(partial(keep, "gradient"))
 
 
 def _matrix(module: nn.Module) -> Tensor | None:
