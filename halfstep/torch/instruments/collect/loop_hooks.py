@@ -15,7 +15,7 @@ from halfstep.torch.instruments.collect.graphs import graphs_compiled
 from halfstep.torch.instruments.collect.log import TrackedOptimizer, TrainingLog
 from halfstep.torch.instruments.collect.models import params_of, unwrap, version_of
 from halfstep.torch.instruments.collect.patches import Around, Patches, is_watched
-from halfstep.torch.instruments.collect.tensors import format_name, local
+from halfstep.torch.instruments.collect.tensors import format_name, local, tensors_of
 
 PROBE = 1024  # elements of a gradient that show what happened to it between backward and step
 MOST_NAMES = 8  # of tensors in one call
@@ -75,9 +75,10 @@ class LoopHooks:
             log.add_losses(tensors)
         result = original(tensors, *args, **kwargs)
         log.scaled_losses -= scaled
+        loss = next((format_name(each.dtype) for each in tensors_of(tensors)), None)
         for optimizer, grads in before.items():
             if _gradients(optimizer) != grads:
-                self._record_pass(optimizer, _format(tensors), scaled, fresh=not any(grads))
+                self._record_pass(optimizer, loss, scaled, fresh=not any(grads))
         return result
 
     def _record_pass(self, optimizer: Optimizer, loss: str | None, scaled: bool, fresh: bool) -> None:
@@ -192,11 +193,6 @@ class LoopHooks:
             self.log.add_call("schedule", target)
         with self.log.library_call():
             return original(schedule, *args, **kwargs)
-
-
-def _format(tensors: Any) -> str | None:
-    first = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
-    return format_name(first.dtype) if isinstance(first, Tensor) else None
 
 
 def _gradients(optimizer: Optimizer) -> list[tuple[int, int] | None]:
