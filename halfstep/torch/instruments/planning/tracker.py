@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -69,19 +70,11 @@ class Ledger:
 
     def at_peak(self) -> list[int]:
         """Returns the keys of what is alive when the most bytes are."""
-        now = most = place = 0
-        for i, event in enumerate(self.events):
-            size = self.allocations[abs(event)].nbytes
-            now += size if event > 0 else -size
-            if now > most:
-                most, place = now, i
-        live: dict[int, None] = {}
-        for event in self.events[: place + 1]:
-            if event > 0:
-                live[event] = None
-            else:
-                live.pop(-event, None)
-        return list(live)
+        sizes = (self.allocations[abs(event)].nbytes * (1 if event > 0 else -1) for event in self.events)
+        totals = [*accumulate(sizes)]
+        past = self.events[: totals.index(max(totals)) + 1] if totals else []
+        freed = {-event for event in past if event < 0}
+        return [event for event in past if event > 0 and event not in freed]
 
     def by_role(self, role: Callable[[int, Allocation], str]) -> dict[str, int]:
         """Returns the bytes of each role at the peak."""
