@@ -1,15 +1,13 @@
 """The decoder in MLX: the dtypes of its stream. tests/conformance/test_model.py compares it with torch's."""
 
 from dataclasses import replace
-from functools import cache
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 
 from halfstep.config.model import ModelConfig, module_names, parameter_shapes
-from halfstep.config.weights import initial_weights
 from halfstep.core.formats import BF16, FP16
 from halfstep.core.policy import Policy
 from halfstep.core.precision import base_precision, precisions
@@ -17,6 +15,7 @@ from halfstep.mlx.layers import to_compute
 from halfstep.mlx.model import Decoder, _gelu, _silu
 from halfstep.mlx.numerics.lowering import casts_of
 from tests.conformance.decoders import EVERYTHING as EVERY_SWITCH
+from tests.conformance.decoders import awake_weights
 
 TINY = ModelConfig(vocabulary=32, context=16, layers=3, width=16, heads=4)
 EVERYTHING = replace(TINY, **{**EVERY_SWITCH, "rope_base": TINY.rope_base, "zero_head": False})
@@ -34,31 +33,14 @@ SINGLE = {n: replace(TINY, **{s: getattr(EVERYTHING, s) for s in n.split()}) for
 SINGLE |= {"plain": TINY, **{name: CONFIGS[name] for name in ("gpt2", "otherwise", "exact")}}
 
 
-@cache
-def weights(config):
-    """First weights, with small random numbers where zeros and ones would hide what they multiply."""
-    drawn = dict(initial_weights(config, 0))
-    for place, (name, value) in enumerate(drawn.items()):
-        if value.ndim < 2 or not value.any() or name == "skip_weights":
-            noise = np.random.default_rng(place).standard_normal(value.shape, np.float32)
-            drawn[name] = np.asarray(value + np.float32(0.1) * noise)
-    return drawn
-
-
 def build(config, policy="fp32"):
-    model = Decoder(config)
-    model.update(tree_unflatten([(name, mx.array(value)) for name, value in weights(config).items()]))
-    give(model, policy)
-    return model
-
-
-def give(model, policy):
-    """Gives every module a policy, and leaves the parameters as they are."""
-    policy = Policy.parse(policy)
+    model, policy = Decoder(config), Policy.parse(policy)
+    model.set_weights(awake_weights(config).items())
     found = {**precisions(policy, model.module_names()), "": base_precision(policy)}
     for name, module in model.named_modules():
         if hasattr(module, "precision"):
             module.precision = found[name]
+    return model
 
 
 def tokens(config, batch=2, seed=0):

@@ -98,8 +98,6 @@ def _checkpoint(function: Call) -> Call:
     def checkpoint(again: Call) -> Call:
         def call(*args: Any, **kwargs: Any) -> Any:
             scope = current()
-            if scope.casts is None:
-                return function(again)(*args, **kwargs)
 
             def computed(*args: Any, **kwargs: Any) -> Any:
                 with enter_scope(scope):
