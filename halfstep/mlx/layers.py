@@ -88,7 +88,7 @@ class Streams(frozenset[mx.Dtype]):
 class Layer(Held):
     """A module with its own precision; fp32 until a policy is applied."""
 
-    _shown = ""  # what printing the module says of it (m) and of its precision (p)
+    _repr_template = ""  # what printing the module says of it (m) and of its precision (p)
     casts: Casts = casts_of(Precision())
     named: Format | None = None  # the format that it was built with, if one was named
     name: str = ""  # the qualified name, for messages, once the module is in a prepared model
@@ -105,7 +105,7 @@ class Layer(Held):
 
     def _extra_repr(self) -> str:
         emulated = " emulated" if self.precision.emulate else ""
-        shown = self._shown.format(m=self, p=self.precision, emulated=emulated)
+        shown = self._repr_template.format(m=self, p=self.precision, emulated=emulated)
         return ", ".join(filter(None, [super()._extra_repr(), shown]))
 
     def check_activation_dtype(self, x: mx.array) -> mx.array:
@@ -254,7 +254,7 @@ class CastedLinear(Matmul):
     """
 
     casts = _FROM_INPUT
-    _shown = "{p.operand.format} operands{emulated}"
+    _repr_template = "{p.operand.format} operands{emulated}"
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False, compute: str | mx.Dtype | None = None):
         super().__init__()
@@ -280,7 +280,7 @@ class Norm(Layer):
     """Root-mean-square or layer normalization, an island; without a policy its result has its input's format."""
 
     casts = _FROM_INPUT
-    _shown = "{m.kind}, {p.norm} inside, {p.compute} out"
+    _repr_template = "{m.kind}, {p.norm} inside, {p.compute} out"
 
     def __init__(
         self, width: int, kind: str = "rms", gain: bool = True, bias: bool = False, eps: float | None = None

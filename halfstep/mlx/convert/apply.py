@@ -47,8 +47,8 @@ from halfstep.mlx.convert.modules import (
     RMSNorm,
     Setting,
     Whole,
-    mixed,
-    parameters_of,
+    mix_in,
+    own_parameters,
 )
 from halfstep.mlx.convert.places import Place, arrays, public, trainable, walk
 from halfstep.mlx.layers import Layer, Matmul, Streams
@@ -180,7 +180,7 @@ def _convert(
     def convert(module: Module, kind: type) -> None:
         before = {key: module.__dict__[key] for key in _ATTRIBUTES if key in module.__dict__}
         originals.append((module, type(module), before))
-        module.__class__ = kind if issubclass(kind, Layer) else mixed(kind, type(module))
+        module.__class__ = kind if issubclass(kind, Layer) else mix_in(kind, type(module))
 
     reach_functions()
     for name, module, kind, precision in plans:
@@ -217,7 +217,7 @@ def _kind(module: Module) -> type | None:
         return type(module)
     if type(module) in KINDS:
         return KINDS[type(module)]
-    return Around if type(module) in ISLANDS or parameters_of(module) else None
+    return Around if type(module) in ISLANDS or own_parameters(module) else None
 
 
 def _form(role: str, kind: type, precision: Precision) -> str:

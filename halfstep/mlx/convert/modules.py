@@ -41,7 +41,7 @@ from halfstep.mlx.numerics.lowering import Casts, casts_of
 class Linear(Matmul, linears.Linear):
     """`nn.Linear` as the casted matmul."""
 
-    _shown = "{p.operand.format} operands{emulated}"
+    _repr_template = "{p.operand.format} operands{emulated}"
 
     def __call__(self, x: mx.array) -> mx.array:
         return linear(self.check_activation_dtype(x), self.weight, self.get("bias"), self.casts)
@@ -50,7 +50,7 @@ class Linear(Matmul, linears.Linear):
 class Embedding(Layer, embeddings.Embedding):
     """`nn.Embedding`: rows of the master, cast to compute; as a tied head, the casted matmul."""
 
-    _shown = "{p.compute} out"
+    _repr_template = "{p.compute} out"
 
     def __call__(self, x: mx.array) -> mx.array:
         return embedding(self.weight, x, self.casts)
@@ -63,7 +63,7 @@ class Embedding(Layer, embeddings.Embedding):
 class RMSNorm(Layer, normalization.RMSNorm):
     """`nn.RMSNorm` as an island."""
 
-    _shown = "{p.norm} inside, {p.compute} out"
+    _repr_template = "{p.norm} inside, {p.compute} out"
 
     def __call__(self, x: mx.array) -> mx.array:
         return rms_norm(self.check_activation_dtype(x), self.weight, self.casts, self.eps)
@@ -72,7 +72,7 @@ class RMSNorm(Layer, normalization.RMSNorm):
 class LayerNorm(Layer, normalization.LayerNorm):
     """`nn.LayerNorm` as an island."""
 
-    _shown = "{p.norm} inside, {p.compute} out"
+    _repr_template = "{p.norm} inside, {p.compute} out"
 
     def __call__(self, x: mx.array) -> mx.array:
         return layer_norm(
@@ -110,7 +110,7 @@ ISLANDS: dict[type, str] = {
 }
 
 
-def parameters_of(module: Module) -> list[tuple[Any, Any]]:
+def own_parameters(module: Module) -> list[tuple[Any, Any]]:
     """Returns (container, key) of the floating arrays that a module holds itself, without private ones."""
     return [
         (container, key)
@@ -127,7 +127,7 @@ class Setting(NamedTuple):
     streams: Streams
 
 
-def mixed(mixin: type, own: type) -> type:
+def mix_in(mixin: type, own: type) -> type:
     """Returns the class of a module with `Around`, `Code` or `Whole` mixed in."""
     role = {"halfstep_role": ISLANDS[own]} if own in ISLANDS else {}
     return type(own.__name__, (mixin, own), {"__module__": own.__module__, "__doc__": own.__doc__, **role})
@@ -151,7 +151,7 @@ class Around(Held):
             if role != "rope" and args and isinstance(args[0], mx.array):
                 check_stream_dtype(args[0], setting.casts, setting.name, setting.streams)
             args, kwargs = map_floats(lambda x: cast_input(x, inside), (args, kwargs))
-        held = [(container, key, container[key]) for container, key in parameters_of(self)]
+        held = [(container, key, container[key]) for container, key in own_parameters(self)]
         cast = [to_compute(with_weight_grad_format(array, setting.casts), inside) for _, _, array in held]
         for (container, key, _), array in zip(held, cast, strict=True):
             container[key] = array

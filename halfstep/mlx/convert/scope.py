@@ -83,7 +83,7 @@ def replace_functions(places: Iterable[Any], wrappers: Mapping[int, Any]) -> lis
 
 
 @contextmanager
-def functions_replaced(places: Iterable[Any], wrappers: Mapping[int, Any]) -> Iterator[None]:
+def swap_functions(places: Iterable[Any], wrappers: Mapping[int, Any]) -> Iterator[None]:
     """Replaces functions inside, and restores them after."""
     replaced = replace_functions(places, wrappers)
     try:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from halfstep.core.audit.coverage import Coverage, Row
-from halfstep.mlx.convert.scope import NARROW, current, functions_replaced, note, watching
+from halfstep.mlx.convert.scope import NARROW, current, note, swap_functions, watching
 
 # Functions that lose accuracy in narrow formats and belong to no role.
 _SENSITIVE = ["mean", "sum", "var", "std", "rsqrt", "exp", "log", "cumsum", "prod", "logaddexp"]
@@ -34,7 +34,7 @@ def record(replay: Callable[[Any], Any], loss_fn: Callable[[Any, Any], Any]) -> 
             for name, function in vars(place).items()
             if name in _SENSITIVE
         }
-        with watching(watch), functions_replaced((mx, mx.array), wrappers):
+        with watching(watch), swap_functions((mx, mx.array), wrappers):
             return loss_fn(model, batch)
 
     replay(watched)

@@ -168,7 +168,7 @@ class Monitor:
         return recorder.seen
 
     def _watch(self, name: str, module: Any, kind: str, parameters: list[str]) -> None:
-        precision, layer = precision_of(module), len(self.layers)
+        precision, layer = layer_precision(module), len(self.layers)
         held = self.masters.held[parameters[0]].format if parameters else precision.compute
         self.layers.append(LayerInfo.of(name, kind, precision, held))
         self.parameters.append(parameters)
@@ -196,7 +196,7 @@ def layer_kind(module: Module) -> str:
     return ""
 
 
-def precision_of(module: Any) -> Precision:
+def layer_precision(module: Any) -> Precision:
     """Returns the formats of a layer that a policy was given to."""
     return (module.casts if isinstance(module, Layer) else module.halfstep.casts).precision  # type: ignore[no-any-return]
 

@@ -7,8 +7,14 @@ from mlx.nn.layers.base import Module
 
 from halfstep.core.audit.record import Operation, Record
 from halfstep.mlx.convert.places import walk
-from halfstep.mlx.instruments.collect.updates import PART, UpdateNumbers, counts_of, finite_or_none, weights_of
-from halfstep.mlx.instruments.monitor import layer_kind, precision_of
+from halfstep.mlx.instruments.collect.updates import (
+    PART,
+    UpdateNumbers,
+    count_update,
+    describe_weights,
+    finite_or_none,
+)
+from halfstep.mlx.instruments.monitor import layer_kind, layer_precision
 from halfstep.mlx.optim.masters import Masters
 from halfstep.mlx.optim.optimizers import Optimizer
 
@@ -17,7 +23,7 @@ def prepared_record(model: Module, masters: Masters, optimizers: Sequence[Optimi
     """Returns what is known without a step."""
     policy = masters.policy
     record = Record("prepared", framework="mlx", policy=str(policy))
-    record.weights, record.buffers = weights_of(model, optimizers)
+    record.weights, record.buffers = describe_weights(model, optimizers)
     for weight in record.weights:
         if weight.name in masters.held:
             held = masters.held[weight.name]
@@ -42,7 +48,7 @@ def audit_updates(run: Any, record: Record, loss_fn: Any, batch: Any, steps: int
             result = run.step(loss_fn, [batch])
             record.losses.append(finite_or_none(result.loss))
             for name, update in numbers.updates.items() if not result.skipped.item() else ():
-                counts = counts_of(update, str(run.masters.held[name].format))
+                counts = count_update(update, str(run.masters.held[name].format))
                 before = weights[name].updates
                 weights[name].updates = counts if before is None else before.merge(counts)
     finally:
@@ -54,7 +60,7 @@ def _layers(model: Module) -> list[Operation]:
     for name, module in walk(model):
         kind = layer_kind(module)
         if kind in ("norm", "matmul"):
-            precision = precision_of(module)
+            precision = layer_precision(module)
             inside = precision.norm if kind == "norm" else precision.operand.format
             compute = str(precision.compute)
             formats = [compute, *(["fp32"] if kind == "norm" else [])]  # a gain

@@ -96,12 +96,12 @@ class Masters:
     @contextmanager
     def swap_in(self) -> Iterator[None]:
         """Puts what the forward pass uses into the model, and restores what was there."""
-        with self.restored():
+        with self.preserve():
             self.put(self.forward_arrays())
             yield
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
+    def preserve(self) -> Iterator[None]:
         """Restores the masters after the block, exactly."""
         before, remainders, halves = (
             {n: p.array for n, p in self.places.items()},
@@ -178,6 +178,6 @@ class Averages:
     @contextmanager
     def swap_in(self) -> Iterator[None]:
         """Inside, the parameters are the averages, held as masters are; after, the masters are back, exactly."""
-        with self.masters.restored():
+        with self.masters.preserve():
             self.masters.set(self.arrays)
             yield

@@ -139,10 +139,10 @@ def orthogonalize(matrices: mx.array, iteration: Format, steps: int = 5, *, emul
     return mx.swapaxes(x, -1, -2) if tall else x
 
 
-def leaves_of(optimizer: Optimizer) -> list[Optimizer]:
+def leaf_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """Returns the optimizers that hold state, of one or of many."""
     if isinstance(optimizer, mlx.optimizers.MultiOptimizer):
-        return [leaf for each in optimizer.optimizers for leaf in leaves_of(each)]
+        return [leaf for each in optimizer.optimizers for leaf in leaf_optimizers(each)]
     return [optimizer]
 
 

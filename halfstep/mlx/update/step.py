@@ -38,7 +38,7 @@ from halfstep.mlx.layers import Held
 from halfstep.mlx.numerics.dtypes import dtype_of
 from halfstep.mlx.numerics.lowering import casts_for
 from halfstep.mlx.optim.masters import Averages, Masters
-from halfstep.mlx.optim.optimizers import Muon, leaves_of
+from halfstep.mlx.optim.optimizers import Muon, leaf_optimizers
 from halfstep.mlx.parallel.ranks import Ranks, start_as_rank_0
 from halfstep.mlx.state import set_random_key
 from halfstep.mlx.update.checks import check_loss, check_untraced, check_weight, refuse_update
@@ -113,7 +113,7 @@ class Engine:
         ema: float = 0.0,
     ):
         self.model, self.optimizer, self.conversion, self.ranks = model, optimizer, conversion, ranks
-        self.optimizers = leaves_of(optimizer)
+        self.optimizers = leaf_optimizers(optimizer)
         self.policy = conversion.policy
         self.clip_norm, self.choice = clip_norm, choice  # what `auto` chose and why; None if a policy was named
         self.note = note  # what the name of the policy was read as

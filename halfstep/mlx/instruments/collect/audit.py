@@ -26,12 +26,12 @@ from halfstep.mlx.instruments.collect.operations import format_name, watching
 from halfstep.mlx.instruments.collect.updates import (
     after_step,
     before_step,
-    counts_of,
+    count_update,
     cut,
+    describe_weights,
     finite_or_none,
-    weights_of,
 )
-from halfstep.mlx.optim.optimizers import leaves_of
+from halfstep.mlx.optim.optimizers import leaf_optimizers
 from halfstep.mlx.state import set_random_key
 
 STEPS = 10
@@ -73,7 +73,7 @@ def record_of(
         "places in the code: MLX has no hooks that know them",
         "clipping and loss scaling in your loop",
     ]
-    optimizers, places = leaves_of(optimizer), trainable(model)
+    optimizers, places = leaf_optimizers(optimizer), trainable(model)
     updates: dict[str, UpdateCounts] = {}
     grad_formats: dict[str, str] = {}
     with _restored(model, optimizer):
@@ -94,10 +94,10 @@ def record_of(
             record.calls += [Call("backward", step, format=format_name(loss.dtype)), Call("step", step + 1)]
             for name, place in places.items():
                 update = after_step(before[name], cut(place.array), cut(gradients[name]))
-                counts = counts_of(update, format_name(place.array.dtype))
+                counts = count_update(update, format_name(place.array.dtype))
                 updates[name] = counts if step == 0 else updates[name].merge(counts)
                 grad_formats[name] = format_name(gradients[name].dtype)
-        record.weights, record.buffers = weights_of(model, optimizers)
+        record.weights, record.buffers = describe_weights(model, optimizers)
     for weight in record.weights:
         weight.updates, weight.grad_format = updates.get(weight.name), grad_formats.get(weight.name)
     return record
@@ -130,7 +130,7 @@ def _differentiated(model: Module, loss_fn: Callable[[Module, Any], Any], batch:
 def _restored(model: Module, optimizer: Optimizer) -> Iterator[None]:
     """Restores everything that training changes."""
     held = [(place, place.array) for place in arrays(model).values()]
-    leaves = [(each, tree_map(lambda x: x, each.state), each._initialized) for each in leaves_of(optimizer)]
+    leaves = [(each, tree_map(lambda x: x, each.state), each._initialized) for each in leaf_optimizers(optimizer)]
     key = mx.random.state[0]  # type: ignore[index]
     try:
         yield

@@ -28,7 +28,7 @@ from mlx.nn.layers.base import Module
 
 from halfstep.core.audit.record import Operation, OperationKind
 from halfstep.mlx.convert.places import walk
-from halfstep.mlx.convert.scope import functions_replaced
+from halfstep.mlx.convert.scope import swap_functions
 from halfstep.mlx.numerics.dtypes import DTYPES, is_floating
 
 _ROUTER = re.compile(r"router|(^|\.)(gate|gating|wg)$")
@@ -92,7 +92,7 @@ def watching(model: Module, loss_fn: Any) -> Iterator[Watcher]:
     compiles = not environ.get("MLX_DISABLE_COMPILE")
     mx.disable_compile()
     try:
-        with functions_replaced(places, _wrappers(watcher)):
+        with swap_functions(places, _wrappers(watcher)):
             yield watcher
     finally:
         if compiles:

@@ -42,7 +42,7 @@ def cut(array: mx.array) -> mx.array:
     return array.reshape(-1)[:PART]
 
 
-def weights_of(model: Module, optimizers: Sequence[Optimizer]) -> tuple[list[Weight], list[Buffer]]:
+def describe_weights(model: Module, optimizers: Sequence[Optimizer]) -> tuple[list[Weight], list[Buffer]]:
     """Returns what a model holds, as its optimizers see it after their first step."""
     trained: dict[str, mx.array] = dict(tree_flatten(model.filter_and_map(Module.trainable_parameter_filter)))
     known: dict[str, mx.array] = dict(tree_flatten(model.filter_and_map(Module.valid_parameter_filter)))
@@ -55,7 +55,7 @@ def weights_of(model: Module, optimizers: Sequence[Optimizer]) -> tuple[list[Wei
         if name not in known or (name not in trained and kind == "running"):
             buffers.append(Buffer(name, format_name(array.dtype), kind))
             continue
-        owner = owner_of(optimizers, name) if name in trained else None
+        owner = find_owner(optimizers, name) if name in trained else None
         state = {} if owner is None else state_at(owner.state, name)
         moments = {
             key: each for key, each in state.items() if isinstance(each, mx.array) and each.shape == array.shape
@@ -74,7 +74,7 @@ def weights_of(model: Module, optimizers: Sequence[Optimizer]) -> tuple[list[Wei
     return weights, buffers
 
 
-def owner_of(optimizers: Sequence[Optimizer], name: str) -> Optimizer | None:
+def find_owner(optimizers: Sequence[Optimizer], name: str) -> Optimizer | None:
     """Returns the optimizer that owns a parameter."""
     return next((each for each in optimizers if state_at(each.state, name) is not None), None)
 
@@ -103,7 +103,7 @@ def before_step(
     """Keeps parts of weights, and the same parts of their moments."""
     kept = {}
     for name, part in parts.items():
-        owner = owner_of(optimizers, name)
+        owner = find_owner(optimizers, name)
         state = {} if owner is None else state_at(owner.state, name)
         moments = {key: cut(each) for key, each in state.items() if isinstance(each, mx.array)}
         kept[name] = Before(part, moments, owner)
@@ -171,7 +171,7 @@ class UpdateNumbers:
         return array.reshape(-1)[: self._slice]
 
 
-def counts_of(update: Update, format: str) -> UpdateCounts:
+def count_update(update: Update, format: str) -> UpdateCounts:
     """Returns the counts of one step of one weight, stored in `format`."""
     before, after, gradient = (np.array(each.astype(mx.float32)).astype(np.float64) for each in update[:3])
     if update.intended is None:
