@@ -106,7 +106,7 @@ SHOWN = {
     "monitor.every": "training/run/test_monitor.py::test_each_layer_is_recorded_as_often_as_asked",
     "monitor.sample_every": "training/run/test_monitor.py::test_samples_are_as_frequent_as_asked",
     "monitor.slice": "training/run/test_monitor.py::test_the_session_counts_as_many_elements_as_asked",
-    "monitor.shadow_every": "training/run/test_shadow.py::test_a_run_is_the_same_with_shadows",
+    "monitor.shadow_every": "training/run/test_monitor.py::test_a_run_is_the_same_with_shadows",
 }
 start = starter(*BASE)
 

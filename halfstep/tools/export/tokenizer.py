@@ -32,7 +32,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> bytes:
     if isinstance(tokenizer, BytesTokenizer):
         return _bpe({character: value for value, character in sorted(CHARACTER_OF.items())}, [], {}, None)
     if isinstance(tokenizer, Tiktoken):
-        written = tokenizer.written
+        written = json.loads(tokenizer.content)
         ranks = {base64.b64decode(word): rank for word, rank in written["ranks"]}
         vocabulary = {_characters(word): rank for word, rank in ranks.items()}
         merges = [_halves(ranks, word, rank) for word, rank in sorted(ranks.items(), key=lambda pair: pair[1])]

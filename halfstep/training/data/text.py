@@ -29,7 +29,6 @@ from halfstep.training.data.walk import (
     describe_skipped,
     file_kind,
     has_splits,
-    is_compressed,
     is_dataset,
     select_files,
     walk,
@@ -82,10 +81,11 @@ def file_documents(path: Path) -> tuple[list[Document], str]:
     with os_errors(DataContentError, f"cannot read `{path}`", "name a text file, a folder of text, or shards"):
         content = _read(path)
     if isinstance(content, str):
+        is_compressed = path.suffix.lower() in (".gz", ".zst")
         otherwise = "token shards must be named `*.bin`; convert other text to UTF-8"
         raise DataContentError(
             f"`{path}` is {content}; it must be UTF-8 text",
-            hint="decompress it, for example with gunzip or unzstd" if is_compressed(path) else otherwise,
+            hint="decompress it, for example with gunzip or unzstd" if is_compressed else otherwise,
         )
     if not content.strip():
         raise DataContentError(f"`{path}` is empty", hint="provide a file with text in it")

@@ -230,11 +230,6 @@ class Tiktoken(LibraryTokenizer):
     def _tokens(self) -> Mapping[str, int]:
         return self._special
 
-    @property
-    def written(self) -> dict[str, Any]:
-        """The encoding's parts: its pattern, its special tokens, and its ranks in Base64."""
-        return dict(parse_json(self.content))
-
     @classmethod
     def by_name(cls, name: str, separator: str | None) -> "Tiktoken":
         """Opens an encoding that tiktoken knows, from its cache or the network."""

@@ -203,11 +203,6 @@ def file_kind(path: Path) -> FileKind:
     return next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), "text")
 
 
-def is_compressed(path: Path) -> bool:
-    """Whether a file must be decompressed to be read, by its name."""
-    return path.suffix.lower() in (".gz", ".zst")
-
-
 def is_dataset(folder: Path) -> bool:
     """Whether a folder is a Hugging Face dataset that `save_to_disk` wrote."""
     return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
