@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array, lax
 from numpy.typing import NDArray
 
-from halfstep.config.model import ModelConfig, parameter_shapes
+from halfstep.config.model import ModelConfig, matmul_parameters, parameter_shapes
 from halfstep.core import host
 from halfstep.core.arrays.ladder import MARGIN, Clock, Run, climb
 from halfstep.core.arrays.measure import BUDGET, FORMATS, MATMUL_SHARE, block_limits, take_turns, time_blocks
@@ -106,11 +106,10 @@ def measure_block(
 def affordable(matmuls: Sequence[Timing], model: ModelConfig, tokens: int, seconds: float) -> int:
     """Returns `tokens`, or the half, the quarter, ... of it whose fp32 block takes at most `seconds`."""
     top = max((timing for timing in matmuls if timing.format == FP32), key=lambda timing: math.prod(timing.shape))
-    per_operation = top.typical / (2 * math.prod(top.shape))
-    weights = sum(math.prod(s) for name, s in _block_shapes(model).items() if len(s) == 2 and "mix" not in name)
+    weights = (matmul_parameters(model) - model.vocabulary * model.width) // model.layers
     for count in (tokens >> halves for halves in range(20)):
         attended = 2 * min(count, model.context) * model.heads * model.size_of_head
-        if count < 16 or AROUND * per_operation * 6 * count * (weights + attended) <= seconds:
+        if count < 16 or AROUND * 6 * count * (weights + attended) <= seconds * top.flops:
             return max(count, min(tokens, 8))
     return min(tokens, 8)
 
