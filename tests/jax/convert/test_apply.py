@@ -93,21 +93,6 @@ def test_rules_reach_the_leaves_of_a_module(params):
     assert str(applied.moments["blocks.0.up.bias"]) == "fp32"
 
 
-@pytest.mark.parametrize(
-    ("policy", "said"),
-    [
-        ("bf16-mixed; blocks.*.dwn: compute=fp32", "matches none of the 4 names"),
-        ("bf16-mixed; blocks: param=bf16", "holds a parameter"),
-        ("bf16-mixed,buffers=bf16", "buffers=bf16"),
-        ("bf16-mixed,grad=fp32", "activation's own format"),
-        ("fp8-mixed", "e4m3 cannot run"),
-    ],
-)
-def test_what_cannot_run_is_refused_before_anything_is_created(policy, said):
-    with pytest.raises(PolicyError, match=said):
-        init(TREE, optax.sgd(0.1), policy)
-
-
 def test_a_function_that_casts_by_itself_is_held_against_the_policy():
     """With cast=False the parameters are fp32: a function that does not cast runs in fp32, and is refused."""
     params = {"w": np.ones((4, 4), np.float32)}
