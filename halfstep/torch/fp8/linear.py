@@ -389,8 +389,8 @@ def _transpose_operand(
 def transpose_codes(codes: Tensor) -> Tensor:
     """Returns codes with the other dimension last.
 
-    Opaque to compilers: inductor writes them byte by byte where it makes the codes, which takes it longer than to
-    write them once and to transpose them.
+    Opaque to compilers: inductor writes them byte by byte where it makes the codes, which is slower than writing
+    them once and transposing them.
     """
     return write_transpose(codes, codes.new_empty(codes.shape[1], codes.shape[0]))
 

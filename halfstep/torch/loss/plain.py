@@ -408,7 +408,7 @@ def split_chunks(rows: Tensor, chunks: int) -> Sequence[Tensor]:
     return rows.split(max(1, -(-rows.shape[0] // chunks)))
 
 
-# --- what others call
+# --- entry points
 
 
 def why_no_kernel(beside: Tensor, dtype: torch.dtype, casts: Casts | None = None) -> str:

@@ -94,12 +94,12 @@ def with_weight_grad_format(parameter: Tensor, casts: Casts) -> Tensor:
     if is_split(parameter):
         parameter = widen_parameter(parameter, casts.whole)
     if casts.fp32_grads or parameter.dtype != torch.float32:
-        return parameter  # a bf16 parameter has a bf16 gradient as it is
+        return parameter  # a bf16 parameter has a bf16 gradient anyway
     return _round(parameter, FP32, casts.precision.grad_weight)
 
 
 def cached_cast(parameter: Tensor, compute: torch.dtype) -> Tensor:
-    """Returns a parameter's values: in compute if the update has cast it, else as it is, with a mark to do so."""
+    """Returns a parameter's values: in compute if the update has cast it, else unchanged, with a mark to do so."""
     if parameter.dtype is not compute:
         made: CachedCast | None = parameter.__dict__.get(CAST)
         if made is None:

@@ -84,7 +84,7 @@ class Linear(torch.autograd.Function):
         if added:
             rows = F.pad(rows, (0, added))
         if needs[0]:
-            grad_input = torch.mm(rows, w).view_as(x)  # .view(x.shape) takes the host longer
+            grad_input = torch.mm(rows, w).view_as(x)  # .view(x.shape) costs more host time
         if needs[2]:
             grad_weight = matmul(rows.t(), x.reshape(-1, w.shape[1]), torch.float32)
             grad_weight = grad_weight[:outputs] if added else grad_weight

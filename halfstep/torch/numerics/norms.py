@@ -15,7 +15,7 @@ from halfstep.torch.numerics.matmul import differentiable_gradients
 from halfstep.torch.numerics.provenance import recording, transforming
 
 WIDEST = 8192  # numbers in a row that the registers of a program can hold
-LARGE = 2**22  # numbers from which on the device's time counts; below, calls from Python take longer than torch's
+LARGE = 2**22  # numbers from which on device time counts; below, a call from Python costs more than torch's own
 
 
 def normalize(

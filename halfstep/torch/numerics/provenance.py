@@ -168,7 +168,7 @@ def copy_grad_bits(y: Tensor, x: Tensor) -> None:
 
 
 def rows_of_layer(y: Tensor) -> Origin | None:
-    """Returns the origin of rows that a linear layer made, if they and what it was given are as they were."""
+    """Returns the origin of rows that a linear layer made, if neither they nor its input have changed."""
     origin = getattr(y, _ORIGIN) if hasattr(y, _ORIGIN) else None
     same = origin is not None and not origin.activated and origin.untouched[0] and origin.unwritten
     return origin if same else None

@@ -1,7 +1,7 @@
 """What a prepared model remembers of each of its modules: one record, in the attribute `halfstep`.
 
 A record is replaced and never written to, so a shallow copy of a module keeps what it had. `copy.deepcopy` copies
-the tensors in it, and shares the rest. `unprepare` takes it away.
+the tensors in it, and shares the rest. `unprepare` removes it.
 """
 
 import copy

@@ -166,7 +166,7 @@ class Host:
         )
 
     def close(self) -> None:
-        """Leaves the groups. Whatever holds one (DDP) must be gone, or this may wait for ever."""
+        """Leaves the groups. Whatever holds one (DDP) must be gone, or this may wait forever."""
         if self._group is not None:
             self._group = None
             dist.destroy_process_group()

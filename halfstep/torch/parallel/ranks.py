@@ -103,7 +103,7 @@ def agree(
 
 
 def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
-    """Returns the DDP modules around a model, which knows nothing of them; refuses replicas that would part."""
+    """Returns the DDP modules around a model, which knows nothing of them; refuses replicas that would diverge."""
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
     around = [wrapper for wrapper in found if any(module is model for module in wrapper.modules())]
     if not around:
