@@ -72,11 +72,8 @@ def check_same_run(folder: Path, written: RunConfig, config: RunConfig, named: C
     own = f"{train_command(*resume)} continues with what it was started with"
     for key in _differing(was, now):
         if key not in CHANGEABLE:
-            raise ResumeError(
-                f"`{folder}` holds another run: {key} was {was[key]!r} and is now {now[key]!r}; it cannot change, "
-                f"because {_reason(key)}",
-                hint=f"{own}; {_new_run_hint(key, now[key], folder / CONFIG, folder)}",
-            )
+            differs = f"`{folder}` holds another run: {key} was {was[key]!r} and is now {now[key]!r}"
+            raise _immutable_error(differs, key, now[key], own, folder / CONFIG, folder)
         if key not in named:
             raise ResumeError(
                 f"`{folder}` holds a run whose {key} is {was[key]!r}, and the recipe says {now[key]!r}",
@@ -89,12 +86,13 @@ def _set_words(key: str, value: Any) -> list[str]:
     return ["--set", f"{key}={value if isinstance(value, str) else shown(value)}"]
 
 
-def _new_run_hint(key: str, value: Any, recipe: Path, weights: Path) -> str:
-    """Says how a run starts anew with a setting that it cannot change."""
-    if key.startswith("model."):
-        return "another model needs a new run, with another --out"
-    command = train_command(recipe, "--init", weights, "--out", "OTHER", *_set_words(key, value))
-    return f"{command} begins a new run with its weights"
+def _immutable_error(differs: str, key: str, value: Any, remedy: str, recipe: Path, weights: Path) -> ResumeError:
+    """Returns the error of a setting that a run cannot change: why, and how a run starts anew with it."""
+    anew = "another model needs a new run, with another --out"
+    if not key.startswith("model."):
+        command = train_command(recipe, "--init", weights, "--out", "OTHER", *_set_words(key, value))
+        anew = f"{command} begins a new run with its weights"
+    return ResumeError(f"{differs}; it cannot change, because {_reason(key)}", hint=f"{remedy}; {anew}")
 
 
 def check_same_settings(out: Path, saved: Path, manifest: Mapping[str, Any], config: RunConfig) -> None:
@@ -102,11 +100,9 @@ def check_same_settings(out: Path, saved: Path, manifest: Mapping[str, Any], con
     was, now = flatten(manifest["config"]), flatten(json.loads(json.dumps(to_table(config))))
     for key in _differing(was, now):
         if key not in CHANGEABLE:
-            raise ResumeError(
-                f"`{saved}` was saved with {key} = {was[key]!r}, and the run has {now[key]!r}; it cannot change, "
-                f"because {_reason(key)}",
-                hint=f"set it back in `{out / CONFIG}`; {_new_run_hint(key, now[key], out / CONFIG, saved)}",
-            )
+            differs = f"`{saved}` was saved with {key} = {was[key]!r}, and the run has {now[key]!r}"
+            remedy = f"set it back in `{out / CONFIG}`"
+            raise _immutable_error(differs, key, now[key], remedy, out / CONFIG, saved)
     if config.training.steps < manifest["step"]:
         raise ResumeError(
             f"`{saved}` has made {manifest['step']} steps, and training.steps is {config.training.steps}",
