@@ -217,7 +217,7 @@ class Run(Engine):
         batch, `steps` updates are made and taken back, and lost ones are counted.
         """
         self._check_open()
-        record = prepared_record(self.model, self.masters, self.optimizers)
+        record = prepared_record(self)
         if loss_fn is not None:
             audit_updates(self, record, loss_fn, batch, steps)
         return engine.check(record, select, ignore)

@@ -1,6 +1,5 @@
 """The audit of a prepared run: its formats are those of its policy, which its layers do not leave."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from mlx.nn.layers.base import Module
@@ -15,22 +14,20 @@ from halfstep.mlx.instruments.collect.updates import (
     finite_or_none,
 )
 from halfstep.mlx.instruments.monitor import layer_kind, layer_precision
-from halfstep.mlx.optim.masters import Masters
-from halfstep.mlx.optim.optimizers import Optimizer
 
 
-def prepared_record(model: Module, masters: Masters, optimizers: Sequence[Optimizer]) -> Record:
+def prepared_record(run: Any) -> Record:
     """Returns what is known without a step."""
-    policy = masters.policy
+    policy, masters = run.policy, run.masters
     record = Record("prepared", framework="mlx", policy=str(policy))
-    record.weights, record.buffers = describe_weights(model, optimizers)
+    record.weights, record.buffers = describe_weights(run.model, run.optimizers)
     for weight in record.weights:
         if weight.name in masters.held:
             held = masters.held[weight.name]
             weight.master, weight.stochastic = str(held.format), held.stochastic
     compute, loss = str(policy.compute.format), str(policy.loss)
     record.operations = [
-        *_layers(model),
+        *_layers(run.model),
         Operation("", "softmax", [compute], [compute], str(policy.softmax), count=1),
         Operation("", "loss", [loss], [loss], loss, count=1),
     ]

@@ -122,8 +122,8 @@ class Muon(Optimizer):
         return [w * decay - self.learning_rate * update[index] for index, w in enumerate(held)]
 
 
-def orthogonalize(matrices: mx.array, iteration: Format, steps: int = 5, *, emulate: bool = False) -> mx.array:
-    """Pushes the singular values of each matrix of a batch to about one, by Newton-Schulz."""
+def orthogonalize(matrices: mx.array, iteration: Format, *, emulate: bool = False) -> mx.array:
+    """Pushes the singular values of each matrix of a batch to about one, by five Newton-Schulz steps."""
     a, b, c = NEWTON_SCHULZ
 
     def cast(x: mx.array) -> mx.array:
@@ -132,7 +132,7 @@ def orthogonalize(matrices: mx.array, iteration: Format, steps: int = 5, *, emul
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = mx.swapaxes(matrices, -1, -2) if tall else matrices
     x = cast(x / (mx.linalg.norm(x, axis=[-2, -1], keepdims=True) + 1e-7))
-    for _ in range(steps):
+    for _ in range(5):
         # A copy of X^T: MLX's fp32 matmul on a CPU is 1.6 times slower on a transposed second operand.
         product = cast(x @ mx.contiguous(mx.swapaxes(x, -1, -2)))
         x = cast(a * x + cast(b * product + c * cast(product @ product)) @ x)

@@ -228,7 +228,7 @@ class Engine:
     def update(self, grads: "Gradients | Sequence[Gradients] | None" = None) -> StepResult:
         """Finite? -> unscale -> clip -> step -> rescale, with the gradients given here or to `accumulate`."""
         total = self._take_sum(grads)
-        given = {name: value for name, value in vars(replace(total, bad_rank=None)).items() if value is not None}
+        given = {name: value for name, value in vars(total).items() if value is not None and name != "bad_rank"}
         if self.watching is not None:
             self.watching.before_update()
         watchers, self._update_watchers = self._update_watchers, []

@@ -8,7 +8,7 @@ weights, the optimizer's state, random state and running statistics.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -80,13 +80,11 @@ def record_of(
         optimizer.init(model.trainable_parameters())
         for step in range(steps):
             before = before_step({name: cut(place.array) for name, place in places.items()}, cut, optimizers)
-            if step == 0:
-                with watching(model, loss_fn) as watcher:
-                    loss, grads = _differentiated(model, loss_fn, batch)
-                    mx.eval(loss, grads)
-                record.operations = watcher.operations()
-            else:
+            with watching(model, loss_fn) if step == 0 else nullcontext() as watcher:
                 loss, grads = _differentiated(model, loss_fn, batch)
+                mx.eval(loss, grads)
+            if watcher is not None:
+                record.operations = watcher.operations()
             optimizer.update(model, grads)
             mx.eval(model.parameters(), [each.state for each in optimizers])
             gradients: dict[str, mx.array] = dict(tree_flatten(grads))

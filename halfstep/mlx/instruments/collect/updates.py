@@ -57,9 +57,7 @@ def describe_weights(model: Module, optimizers: Sequence[Optimizer]) -> tuple[li
             continue
         owner = find_owner(optimizers, name) if name in trained else None
         state = {} if owner is None else state_at(owner.state, name)
-        moments = {
-            key: each for key, each in state.items() if isinstance(each, mx.array) and each.shape == array.shape
-        }
+        kept = {key: each for key, each in state.items() if isinstance(each, mx.array)}
         weights.append(
             Weight(
                 name,
@@ -68,7 +66,7 @@ def describe_weights(model: Module, optimizers: Sequence[Optimizer]) -> tuple[li
                 trainable=name in trained,
                 kind=weight_kind(name, array.shape, type(place.module).__name__),
                 optimizer=None if owner is None else type(owner).__name__,
-                moments={key: format_name(each.dtype) for key, each in moments.items()},
+                moments={key: format_name(x.dtype) for key, x in kept.items() if x.shape == array.shape},
             )
         )
     return weights, buffers
