@@ -4,16 +4,17 @@ MLX has no hooks: a function is replaced under every name that a module or a cla
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import mlx.core as mx
 
 from halfstep.mlx.numerics.dtypes import is_floating
 from halfstep.mlx.numerics.lowering import Casts
 
+T = TypeVar("T")
 NARROW = (mx.bfloat16, mx.float16)
 # (function, module, whether the policy reached it, how it ran): what `Run.coverage` lists
 Watch = Callable[[str, str, Literal["covered", "unchanged"], str], None]
@@ -38,29 +39,29 @@ def current() -> Scope:
 
 
 @contextmanager
-def enter_scope(scope: Scope) -> Iterator[None]:
-    """Runs code in a scope."""
-    token = _SCOPE.set(scope)
+def set_inside(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Sets a context variable for the code inside."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _SCOPE.reset(token)
+        variable.reset(token)
 
 
-def scope(casts: Casts | None, module: str | None = None) -> Any:
+def enter_scope(scope: Scope) -> AbstractContextManager[None]:
+    """Runs code in a scope."""
+    return set_inside(_SCOPE, scope)
+
+
+def scope(casts: Casts | None, module: str | None = None) -> AbstractContextManager[None]:
     """Says what functions called inside compute in; the code of a module has a stream in compute."""
     streams = module is not None and casts is not None and not casts.emulate and casts.compute in NARROW
     return enter_scope(Scope(casts, streams, module or ""))
 
 
-@contextmanager
-def watching(watch: Watch) -> Iterator[None]:
+def watching(watch: Watch) -> AbstractContextManager[None]:
     """Shows `watch` every call, inside, of a function that has a wrapper."""
-    token = _WATCH.set(watch)
-    try:
-        yield
-    finally:
-        _WATCH.reset(token)
+    return set_inside(_WATCH, watch)
 
 
 def note(function: str, why: str, *, reached: bool = True) -> None:

@@ -10,14 +10,16 @@ where the forward pass ends.
 
 import math
 from collections.abc import Callable
-from contextvars import ContextVar, Token
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from halfstep.mlx.convert.scope import set_inside
 from halfstep.mlx.numerics.dtypes import is_floating
 from halfstep.mlx.numerics.matmul import with_gradient
 
@@ -39,15 +41,10 @@ class Recorder:
     size: int  # elements to keep of each array, in whole rows
     forward: bool = True  # until the loss function has returned
     seen: list[Seen] = field(default_factory=list)
-    _tokens: list[Token["Recorder | None"]] = field(default_factory=list)
 
-    def __enter__(self) -> Self:
-        """Sees what watched layers meet from now on."""
-        self._tokens.append(_RECORDER.set(self))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _RECORDER.reset(self._tokens.pop())
+    def watch(self) -> AbstractContextManager[None]:
+        """Sees what watched layers see inside."""
+        return set_inside(_RECORDER, self)
 
     def forward_ends(self) -> None:
         """Says that what is computed from now on belongs to the backward pass."""

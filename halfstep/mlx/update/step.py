@@ -358,7 +358,7 @@ class Engine:
 
         before = {name: place.array for name, place in self._others.items()}
         used = self.masters.forward_arrays()
-        with self.masters.swap_in(), recorder or nullcontext():
+        with self.masters.swap_in(), nullcontext() if recorder is None else recorder.watch():
             (_, loss, weight), grads = mx.value_and_grad(scaled)(used, batch, self.scalars["scale"])
         self._replaced |= {name for name, place in self._others.items() if place.array is not before[name]}
         return loss, weight, {name: g.astype(self._accumulate) for name, g in grads.items()}
