@@ -1,5 +1,6 @@
 """Small decoders that have every value of every switch between them, and weights that hide nothing."""
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -13,6 +14,14 @@ EVERYTHING |= {"unet_skips": True, "value_residual": True, "embedding_shortcut":
 EVERYTHING |= {"softcap": 5.0, "embedding_norm": True, "tied": False, "zero_head": True}
 OTHERWISE = {"mlp": "relu2", "mlp_width": 24, "head_width": 8, "positions": "none", "qk_norm": "plain"}
 OTHERWISE |= {"norm_gain": False, "embedding_shortcut": "scalar", "zero_init": False}
+
+# Every value of every switch is in one of these: compiling a model for each would take minutes.
+CONFIGS = {
+    "gpt2": replace(TINY, norm="layer", bias=True, positions="learned", zero_init=False),
+    "everything": replace(TINY, layers=4, **EVERYTHING),
+    "otherwise": replace(TINY, **OTHERWISE),
+    "exact": replace(TINY, layers=3, unet_skips=True, mlp="gelu_exact", qk_norm="plain", norm_epsilon=1e-2),
+}
 
 
 @cache

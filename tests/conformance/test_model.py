@@ -17,16 +17,9 @@ from halfstep.core.formats import BF16, E5M2, FP32, Format
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision
 from halfstep.core.roles import print_value
-from tests.conformance.decoders import EVERYTHING, OTHERWISE, TINY, awake_weights
+from tests.conformance.decoders import CONFIGS, EVERYTHING, TINY, awake_weights
 
 U32 = 2.0**-24
-# Every value of every switch is in one of these: compiling a model for each would take minutes.
-CONFIGS = {
-    "gpt2": replace(TINY, norm="layer", bias=True, positions="learned", zero_init=False),
-    "everything": replace(TINY, layers=4, **EVERYTHING),
-    "otherwise": replace(TINY, **OTHERWISE),
-    "exact": replace(TINY, layers=3, unet_skips=True, mlp="gelu_exact", qk_norm="plain", norm_epsilon=1e-2),
-}
 prove = pytest.mark.prove
 configs = pytest.mark.parametrize(
     "name", ["everything", "otherwise", *(pytest.param(name, marks=prove) for name in ("gpt2", "exact"))]

@@ -12,15 +12,8 @@ from halfstep.config.weights import initial_weights
 from halfstep.core.policy import Policy
 from halfstep.jax.layers import Layer
 from halfstep.jax.model import Decoder
-from tests.conformance.decoders import EVERYTHING, OTHERWISE, TINY, awake_weights
+from tests.conformance.decoders import CONFIGS, TINY, awake_weights
 
-# Every value of every switch is in one of these: compiling a model each would take minutes.
-CONFIGS = {
-    "gpt2": replace(TINY, layers=1, norm="layer", bias=True, positions="learned"),
-    "everything": replace(TINY, **EVERYTHING),
-    "otherwise": replace(TINY, layers=1, **OTHERWISE),
-    "exact": replace(TINY, layers=1, mlp="gelu_exact", qk_norm="plain", norm_epsilon=1e-2),
-}
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
@@ -77,7 +70,7 @@ def test_the_stream_is_in_compute_and_a_head_may_be_in_fp32():
 
         decoder.blocks[decoder.blocks.index(block)] = kept
     assert jax.eval_shape(decoder, params, batch).dtype == jnp.float32
-    assert streams == [jnp.bfloat16] * 2
+    assert streams == [jnp.bfloat16] * config.layers
 
 
 @pytest.mark.prove

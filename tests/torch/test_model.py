@@ -9,8 +9,7 @@ from halfstep.core.policy import Policy
 from halfstep.torch import layers
 from halfstep.torch.convert.apply import apply
 from halfstep.torch.model import Decoder
-from tests.conformance.decoders import EVERYTHING, TINY, awake_weights
-from tests.conformance.test_model import CONFIGS
+from tests.conformance.decoders import CONFIGS, EVERYTHING, TINY, awake_weights
 
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
