@@ -126,7 +126,7 @@ def row(case: str, policy: str, compiled: bool, plan: Plan, peak: float, seconds
     shown = f"{low * 1e3:.1f} to {high * 1e3:.1f}" if high > 1.01 * low else f"{low * 1e3:.1f}"
     inside = "inside" if low <= seconds <= high else "outside"
     off = inside if high > 1.01 * low else f"{low / seconds - 1:+.1%}" if seconds else ""
-    memory = [f"{plan.peak / 2**20:,.1f}", f"{peak / 2**20:,.1f}", f"{plan.peak / peak - 1:+.1%}"]
+    memory = [f"{plan.peak_bytes / 2**20:,.1f}", f"{peak / 2**20:,.1f}", f"{plan.peak_bytes / peak - 1:+.1%}"]
     return [case, policy, "compiled" if compiled else "eager", *memory, shown, f"{seconds * 1e3:.1f}", off]
 
 

@@ -112,17 +112,20 @@ def _planner(
 
 def _print(plans: "list[Plan]", machine: "Machine") -> None:
     columns = ("", *(each.policy for each in plans))
-    excess = [(each.reserved - each.capacity) / MIB for each in plans]
+    excess = [(each.reserved_bytes - each.capacity_bytes) / MIB for each in plans]
     fits = [f"no, {mib:,.0f} MiB too many" if mib > 0 else "yes" for mib in excess]
+    by_role = [
+        (role, *(f"{each.memory_bytes[role] / MIB:,.0f} MiB" for each in plans)) for role in plans[0].memory_bytes
+    ]
     rows = [
-        *((role, *(f"{each.memory[role] / MIB:,.0f} MiB" for each in plans)) for role in plans[0].memory),
-        ("peak, allocated", *(f"{each.peak / MIB:,.0f} MiB" for each in plans)),
-        ("reserved, with the driver's", *(f"{each.reserved / MIB:,.0f} MiB" for each in plans)),
+        *by_role,
+        ("peak, allocated", *(f"{each.peak_bytes / MIB:,.0f} MiB" for each in plans)),
+        ("reserved, with the driver's", *(f"{each.reserved_bytes / MIB:,.0f} MiB" for each in plans)),
         (f"fits {machine.memory / MIB:,.0f} MiB", *fits),
         ("batch, micro-batches of a GPU", *(f"{each.batch} x {each.micro_batches}" for each in plans)),
-        ("largest batch", *(str(each.largest) for each in plans)),
-        ("a GPU sends, weights", *(f"{each.sent['weights'] / MIB:,.0f} MiB" for each in plans)),
-        ("a GPU sends, gradients", *(f"{each.sent['gradients'] / MIB:,.0f} MiB" for each in plans)),
+        ("largest batch", *(str(each.largest_batch) for each in plans)),
+        ("a GPU sends, weights", *(f"{each.sent_bytes['weights'] / MIB:,.0f} MiB" for each in plans)),
+        ("a GPU sends, gradients", *(f"{each.sent_bytes['gradients'] / MIB:,.0f} MiB" for each in plans)),
         ("TFLOP of an update", *(f"{each.flops / 1e12:,.4g}" for each in plans)),
         ("ms of an update", *(_range([s * 1e3 for s in each.seconds]) for each in plans)),
         (f"GPU-hours of {plans[0].steps:,} updates", *(_range(each.gpu_hours) for each in plans)),
@@ -130,15 +133,15 @@ def _print(plans: "list[Plan]", machine: "Machine") -> None:
     if plans[0].price:
         rows.append(("price", *(_range([h * each.price for h in each.gpu_hours]) for each in plans)))
     print_table(columns, rows, right=columns[1:])
-    if any(each.timed < 0.5 for each in plans):
+    if any(each.timed_share < 0.5 for each in plans):
         print_words(
             f"times are ranges from {machine.name}'s datasheet: `halfstep probe --save mine.toml RECIPE` on that "
             "machine times these shapes"
         )
     for each in plans:
         if not each.fits:
-            smaller = f"--set training.batch of {each.largest} for each GPU, and more micro-batches; "
-            print_words(f"{each.policy} does not fit: {smaller if each.largest else ''}{REMEDIES}")
+            smaller = f"--set training.batch of {each.largest_batch} for each GPU, and more micro-batches; "
+            print_words(f"{each.policy} does not fit: {smaller if each.largest_batch else ''}{REMEDIES}")
 
 
 def _range(ends: Any) -> str:

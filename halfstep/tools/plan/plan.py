@@ -7,7 +7,7 @@ were timed a number, elsewhere a range.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from halfstep.config.machines import Machine
@@ -26,29 +26,29 @@ class Plan:
     """The answer for one policy."""
 
     policy: str
-    memory: dict[str, int]  # bytes at the peak by role
-    reserved: int  # what the allocator takes, and the driver
-    capacity: int
+    memory_bytes: dict[str, int]  # at the peak, by role
+    reserved_bytes: int  # what the allocator takes, and the driver
+    capacity_bytes: int
     batch: int  # sequences of a micro-batch in one process
     micro_batches: int  # of one process
-    largest: int  # sequences of a micro-batch that fit; 0 if none does
-    sent: dict[str, int]  # bytes that one GPU sends in an update
+    largest_batch: int  # sequences of a micro-batch that fit; 0 if none does
+    sent_bytes: dict[str, int]  # by one GPU in an update
     flops: float  # of an update, of all GPUs
     seconds: Range  # of an update
-    timed: float  # share of the arithmetic whose shapes were timed on that machine
+    timed_share: float  # share of the arithmetic whose shapes were timed on that machine
     steps: int
     gpus: int
     price: float
 
     @property
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         """Bytes allocated at the peak: torch.cuda.max_memory_allocated."""
-        return sum(self.memory.values())
+        return sum(self.memory_bytes.values())
 
     @property
     def fits(self) -> bool:
         """Whether the device can hold it."""
-        return self.reserved <= self.capacity
+        return self.reserved_bytes <= self.capacity_bytes
 
     @property
     def gpu_hours(self) -> Range:
@@ -59,25 +59,9 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Returns the same as data."""
         hours = self.gpu_hours
-        return {
-            "policy": self.policy,
-            "memory_bytes": self.memory,
-            "peak_bytes": self.peak,
-            "reserved_bytes": self.reserved,
-            "capacity_bytes": self.capacity,
-            "fits": self.fits,
-            "batch": self.batch,
-            "micro_batches": self.micro_batches,
-            "largest_batch": self.largest,
-            "sent_bytes": self.sent,
-            "flops": self.flops,
-            "seconds": list(self.seconds),
-            "timed_share": self.timed,
-            "steps": self.steps,
-            "gpus": self.gpus,
-            "gpu_hours": list(hours),
-            "price": [hour * self.price for hour in hours] if self.price else None,
-        }
+        price = [hour * self.price for hour in hours] if self.price else None
+        derived = {"peak_bytes": self.peak_bytes, "fits": self.fits, "gpu_hours": hours, "price": price}
+        return asdict(self) | derived
 
 
 @dataclass(frozen=True)

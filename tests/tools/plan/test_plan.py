@@ -37,24 +37,24 @@ def test_what_travels_is_what_each_engine_sends():
     config = load("tiny", [*SMALL, "training.micro_batches=4"])
     numbers = config.model.num_parameters
     alone, ddp = (plan_recipe(config, BF16, H200, gpus, 0.0) for gpus in (1, 4))
-    assert sum(alone.sent.values()) == 0
-    assert ddp.sent == {"weights": 0, "gradients": 2 * (numbers * 4 * 3 // 4)}
+    assert sum(alone.sent_bytes.values()) == 0
+    assert ddp.sent_bytes == {"weights": 0, "gradients": 2 * (numbers * 4 * 3 // 4)}
     config = load("tiny", [*SMALL, "training.micro_batches=4", "parallel.shard=full"])
     fsdp = plan_recipe(config, BF16, H200, 4, 0.0)
-    assert fsdp.sent["gradients"] == numbers * 4 * 3 // 4
-    assert 0 < fsdp.sent["weights"] < 2 * numbers * 4
-    assert fsdp.memory["moments"] < ddp.memory["moments"] / 3
+    assert fsdp.sent_bytes["gradients"] == numbers * 4 * 3 // 4
+    assert 0 < fsdp.sent_bytes["weights"] < 2 * numbers * 4
+    assert fsdp.memory_bytes["moments"] < ddp.memory_bytes["moments"] / 3
 
 
 @pytest.mark.prove
 def test_a_batch_that_does_not_fit_names_the_largest_that_does():
     config = load("tiny", [*SMALL, "training.batch=64"])
     whole = plan_recipe(config, BF16, H200, 1, 2.5)
-    small = replace(H200, memory=whole.reserved - 2**21)
+    small = replace(H200, memory=whole.reserved_bytes - 2**21)
     plan = plan_recipe(config, BF16, small, 1, 2.5)
     assert whole.fits
     assert not plan.fits
-    assert 0 < plan.largest < 64 < whole.largest
+    assert 0 < plan.largest_batch < 64 < whole.largest_batch
     assert plan.to_dict()["price"] == [hours * 2.5 for hours in plan.gpu_hours]
 
 
@@ -73,7 +73,7 @@ def test_timed_shapes_make_a_number_of_a_range():
     timed += (Timed("bytes", "", (8,), 1e-12, 1.0),)
     plan = plan_recipe(config, BF16, replace(machine, timed=timed), 1, 0.0)
     assert plan.seconds[0] == plan.seconds[1]
-    assert plan.timed == 1.0
+    assert plan.timed_share == 1.0
 
 
 @pytest.mark.prove
