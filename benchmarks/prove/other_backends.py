@@ -46,8 +46,7 @@ from halfstep.training.evaluation import evaluate
 from halfstep.training.loop import Loop
 from halfstep.training.paths import CHECKPOINTS, EVENTS
 from halfstep.training.run.resume import open_run
-from halfstep.training.run.trained import open_trained
-from halfstep.training.sampling import generate
+from halfstep.training.run.trained import generate, open_trained
 from halfstep.training.telemetry.events import read_events
 
 BACKENDS = ("torch", "jax", "mlx")

@@ -70,7 +70,7 @@ def sample(
     """
     from halfstep.training.data.load import run_tokenizer
     from halfstep.training.data.types import DataError, HeldOutError
-    from halfstep.training.sampling import check_sampling, decode_stream, first_line, generate, prompt_tokens
+    from halfstep.training.run.trained import check_sampling, decode_stream, first_line, generate, prompt_tokens
 
     if prompt is not None and source.validation is not None:
         raise OptionError("--prompt and --validation both say how the text begins", hint="leave one of them out")

@@ -51,7 +51,7 @@ ROOMS = {
         {"memory"},
         {"session"},
         {"job"},
-        {"evaluation", "sampling"},
+        {"evaluation"},
         {"run", "weights"},
         {"loop"},
     ],

@@ -1,6 +1,6 @@
 """Evaluating and sampling: in the format of `eval`, and without a trace in the state."""
 
-from halfstep.training.sampling import generate
+from halfstep.training.run.trained import generate
 from tests.conformance.session.sessions import session
 from tests.token_batches import batch
 
