@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,6 @@ from halfstep.tools.export.folder import ExportError
 from halfstep.tools.export.tokenizer import check_tokenizer, tokenizer_json, write_tokenizer
 from halfstep.training.checkpoints.tensors import write_tensors
 from halfstep.training.data.tokenizer_base import Tokenizer
-from halfstep.training.evaluation import Evaluates
 from halfstep.training.session import backend_module
 from halfstep.training.weights.layouts import HEAD, OWN, hugging_face
 from halfstep.training.weights.pretrained import CONFIG, open_pretrained
@@ -83,11 +82,7 @@ MOST_PROTOBUF = 2**31 - 2**20  # bytes of one file, without the weights next to 
 DTYPES = {"fp32": ("F32", "float32"), "bf16": ("BF16", "bfloat16"), "fp16": ("F16", "float16")}
 
 
-class Model(Evaluates, Protocol):
-    """A model that was loaded back."""
-
-    def logits(self, tokens: Sequence[int]) -> Floats:
-        """Returns the logits of the token after the given ones."""
+Model = Session | OtherModel  # that was loaded back
 
 
 @dataclass(frozen=True)
