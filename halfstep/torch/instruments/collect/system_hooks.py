@@ -78,12 +78,11 @@ class SystemHooks:
     def register_comm_hook(self, original: Any, ddp: Any, state: Any, hook: Any) -> Any:
         """Logs that a communication hook compresses the gradients that DDP sums."""
         name = getattr(hook, "__name__", type(hook).__name__)
-        for part, sent in COMPRESSED.items():
-            if part in name:
-                self._log_once("reduce", sent, name, ranks=dist.get_world_size())
-                break
-        else:
+        sent = next((sent for part, sent in COMPRESSED.items() if part in name), None)
+        if sent is None:
             self.log.unseen[f"what the communication hook `{name}` sends"] = None
+        else:
+            self._log_once("reduce", sent, name, ranks=dist.get_world_size())
         return original(ddp, state, hook)
 
     def all_reduce(self, original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:

@@ -250,10 +250,11 @@ def _results(kernels: Kernels, tracker: Tracker, inputs: Sequence[Any]) -> list[
     results: list[Any] = []
     with _disable_current_modes():
         for node in kernels.output:
-            if not isinstance(node, fx.Node) or not isinstance(node.meta["val"], Tensor):
-                results.append(node if not isinstance(node, fx.Node) else node.meta["val"])
+            value = node.meta["val"] if isinstance(node, fx.Node) else node
+            if not isinstance(value, Tensor):
+                results.append(value)
                 continue
-            root, value = _root(node), node.meta["val"]
+            root = _root(node)
             if root not in bases:
                 whole = root.meta["val"]
                 bases[root] = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device="meta")

@@ -263,7 +263,7 @@ def test_a_rule_that_narrows_an_island_of_a_prepared_model_is_found():
     assert (finding.rule, finding.where, finding.policy_rule) == ("HS401", ["1"], '"1" = "norm=fp32"')
 
 
-def test_switches_name_tf32_and_of_fp8_that_was_asked_for(monkeypatch):
+def test_switches_name_tf32_and_fp8_that_was_asked_for(monkeypatch):
     cpu = {"": Net()}
     cuda = {"": SimpleNamespace(modules=list, parameters=lambda: [SimpleNamespace(device=torch.device("cuda"))])}
     before = torch.get_float32_matmul_precision()
