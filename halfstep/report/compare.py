@@ -152,9 +152,8 @@ def _tiles(result: Comparison) -> list[tuple[str, str, str]]:
         step = "unknown" if result.parting_unknown else step
         tiles.append(("curves part", step, describe_divergence(result)))
     if a.tokens_per_second and b.tokens_per_second:
-        value = f"{a.tokens_per_second / b.tokens_per_second:.2f} times"
-        note = f"{count(a.tokens_per_second)} against {count(b.tokens_per_second)} tokens per second"
-        tiles.append(("speed", value, note))
+        note = f"{result.b.name}: {count(b.tokens_per_second)}; not timed side by side"
+        tiles.append((f"tokens per second, {result.a.name}", count(a.tokens_per_second), note))
     if a.memory and b.memory:
         note = f"{size(a.memory)} against {size(b.memory)}"
         tiles.append(("peak memory", f"{a.memory / b.memory:.2f} times", note))

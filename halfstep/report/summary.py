@@ -91,7 +91,8 @@ def tiles(history: History) -> list[tuple[str, str, str]]:
     bits, bigram = _last_score(history, "bits_per_byte"), number(nested(history.start, "data", "bigram_bits"))
     ended = (history.end or {}).get("loss")
     loss = history.steps.latest("loss") if ended is None else number(ended)
-    speeds, memory = (history.steps.column(name).numbers for name in ("tokens_per_second", "memory"))
+    memory = history.steps.column("memory").numbers
+    speed, of_speed = _speed(history)
     tokens = number(history.start.get("tokens_per_step")) * history.steps.last
     used, of = utilization(history) or (None, "")
     evaluated = max(history.validations, default=0)
@@ -99,7 +100,7 @@ def tiles(history: History) -> list[tuple[str, str, str]]:
         ("bits per byte, held out", bits, plain, f"bigram entropy {plain(bigram)}" if bigram > 0 else ""),
         ("held-out loss", _last_score(history, "loss"), plain, f"at step {evaluated:,}" if evaluated else ""),
         ("training loss", loss, plain, f"at step {history.steps.last:,}"),
-        ("tokens per second", float(np.median(speeds)) if len(speeds) else None, count, "median of the steps"),
+        ("tokens per second", speed, count, of_speed),
         ("model FLOPs utilization", used, percent, of),
         ("time", history.seconds, duration, f"{count(tokens)} tokens"),
         ("skipped steps", sum(history.skips().values()), plain, f"of {history.steps.last:,}"),
@@ -116,3 +117,12 @@ def _last_score(history: History, name: str) -> float | None:
     at_end = (history.end or {}).get("validation_loss" if name == "loss" else name)
     scores = [at_end, *(event.get(name) for event in reversed(history.validations.values()))]
     return next((number(score) for score in scores if score is not None), None)
+
+
+def _speed(history: History) -> tuple[float | None, str]:
+    """Returns the speed that the last session ended with, as the terminal shows it; before, that of its steps."""
+    ended = number((history.sessions[-1].outcome or {}).get("tokens_per_second")) if history.sessions else math.nan
+    if ended == ended:
+        return ended, "mean after the first step"
+    steps = history.steps.column("tokens_per_second").numbers
+    return (float(np.median(steps)), "median of the steps") if len(steps) else (None, "")

@@ -7,7 +7,7 @@ import pytest
 from halfstep.report.page import render
 from halfstep.report.time_breakdown import time_breakdown, utilization
 from halfstep.training.telemetry.meters import Ceiling
-from tests.report.page.made_up_runs import read_history
+from tests.report.page.made_up_runs import read_history, run
 
 SPENT = {"wall": 100.0, "training": 80.0, "first_step": 10.0, "input": 5.0, "saving": 3.0, "evaluation": 15.0,
          "other": 2.0}  # fmt: skip
@@ -52,6 +52,14 @@ def test_parts_have_their_time_and_share_and_fill_the_bar():
     page = render([start(), end(mfu=36.8)], "run")
     assert "model FLOPs utilization</dt>" not in page
     assert "is not known: steps did more than 100 % of 745 TFLOP/s" in page
+
+
+def test_the_page_has_the_speed_that_the_terminal_has():
+    events = run(20)
+    assert "median of the steps" in render(events[:-1], "run")
+    page = render([*events[:-1], events[-1] | {"tokens_per_second": 2515.0}], "run")
+    assert "<dt>tokens per second</dt><dd>2.5" in page.replace("\n", "")
+    assert "mean after the first step" in page
 
 
 def test_sessions_are_added_up_and_what_is_not_known_has_its_reason():
