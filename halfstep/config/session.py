@@ -1,6 +1,7 @@
 """What each backend offers the training loop: tokens go in as numpy arrays, and numbers come out.
 
-halfstep.torch, .jax and .mlx each have a module `session` with a subclass of `Session`.
+halfstep.torch, .jax and .mlx each have a module `session` with a subclass of `Session`; of torch and MLX, several
+processes may train one run, which talk by the `Host` in their module `parallel.job`.
 """
 
 from abc import ABC, abstractmethod
@@ -217,3 +218,49 @@ class Session(ABC):
 
         Returns the samples by layer and role. Restores random state, gradients and buffers.
         """
+
+
+class Host(ABC):
+    """This process among those of its job, and how they talk to each other."""
+
+    backend: str
+    launcher: str  # what started the processes
+    has_notes = False  # whether ranks can read each other's notes
+    rank: int
+    ranks: int
+
+    @abstractmethod
+    def connect(self, device: str | None, timeout: float) -> str:
+        """Makes sessions train with the other processes; returns the device of this one."""
+
+    @abstractmethod
+    def broadcast(self, text: str | None) -> str:
+        """Returns what rank 0 passes."""
+
+    @abstractmethod
+    def gather(self, text: str) -> list[str]:
+        """Returns the text of each rank."""
+
+    @abstractmethod
+    def exchange(self, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Returns the numbers of each rank."""
+
+    @abstractmethod
+    def note(self, key: str, text: str) -> None:
+        """Leaves a text of this rank, for all if they can read it."""
+
+    def notes(self, key: str) -> list[str | None]:
+        """Returns the texts that ranks left; None of those that left none. Does not wait."""
+        return [None] * self.ranks
+
+    def claim(self, key: str) -> bool:
+        """Whether this rank is the first to ask, for all it knows."""
+        return True
+
+    def has_lost(self, error: BaseException) -> bool:
+        """Whether an error means that another process is gone or does not answer, and does not say so itself."""
+        return False
+
+    @abstractmethod
+    def close(self) -> None:
+        """Makes sessions train alone."""

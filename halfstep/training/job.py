@@ -31,9 +31,10 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from halfstep.config.run import RunConfig
+from halfstep.config.session import Host
 from halfstep.core.errors import HalfstepError, RankError, RunFolderError, SettingConflictError, as_message
 from halfstep.training.files import os_errors
 from halfstep.training.session import backend_module
@@ -43,34 +44,6 @@ SEEN_WITHIN = 10.0  # seconds within which a file that one machine wrote must ap
 REPORTED_WITHIN = 2.0  # seconds in which rank 0 reports an error that others have too
 CODE = 1  # of a process that ends because a rank hangs
 SLOWEST = 5.0  # seconds between two notes at most
-
-
-class Host(Protocol):
-    """How processes talk to each other; halfstep.torch.parallel.job and halfstep.mlx.parallel.job have it."""
-
-    backend: str
-    launcher: str
-    has_notes: bool  # whether ranks can read each other's notes
-    rank: int
-    ranks: int
-
-    def connect(self, device: str | None, timeout: float) -> str: ...  # noqa: D102
-
-    def broadcast(self, text: str | None) -> str: ...  # noqa: D102
-
-    def gather(self, text: str) -> list[str]: ...  # noqa: D102
-
-    def exchange(self, numbers: tuple[int, ...]) -> list[tuple[int, ...]]: ...  # noqa: D102
-
-    def note(self, key: str, text: str) -> None: ...  # noqa: D102
-
-    def notes(self, key: str) -> list[str | None]: ...  # noqa: D102
-
-    def claim(self, key: str) -> bool: ...  # noqa: D102
-
-    def has_lost(self, error: BaseException) -> bool: ...  # noqa: D102
-
-    def close(self) -> None: ...  # noqa: D102
 
 
 class Job:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
+from halfstep.config import session
 from halfstep.core.errors import DeviceError, ParallelError, RankError
 from halfstep.torch.measure import devices
 
@@ -56,7 +57,7 @@ def _agree_on_attempt(store: Any, rank: int, ranks: int) -> str:
     raise RankError(f"rank 0 has not answered rank {rank} within {OPENING:g} s", hint="see what rank 0 printed")
 
 
-class Host:
+class Host(session.Host):
     """This process among those of its job; alone, unless torchrun started others."""
 
     backend, launcher, has_notes = "torch", "torchrun", True
@@ -79,7 +80,6 @@ class Host:
             self._notes = PrefixStore(f"{attempt}/notes", notes)
 
     def connect(self, device: str | None, timeout: float) -> str:
-        """Makes the groups; returns the device of this process."""
         name = self._device(device or devices()[0])
         wait = datetime.timedelta(seconds=timeout + GRACE)
         cuda = name.startswith("cuda")
@@ -124,7 +124,6 @@ class Host:
         return name
 
     def broadcast(self, text: str | None) -> str:
-        """Returns what rank 0 passes."""
         key = f"said/{self._num_broadcasts}"
         self._num_broadcasts += 1
         if self.rank == 0:
@@ -134,40 +133,33 @@ class Host:
         return str(self._store.get(key).decode())
 
     def gather(self, text: str) -> list[str]:
-        """Returns the text of each rank."""
         texts: list[Any] = [None] * self.ranks
         dist.all_gather_object(texts, text, group=self._group)
         return texts
 
     def exchange(self, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Returns the numbers of each rank."""
         own = torch.tensor(numbers, dtype=torch.int64)
         rows = [torch.empty_like(own) for _ in range(self.ranks)]
         dist.all_gather(rows, own, group=self._group)
         return [tuple(row.tolist()) for row in rows]
 
     def note(self, key: str, text: str) -> None:
-        """Leaves a text of this rank for all."""
         self._notes.set(f"{key}/{self.rank}", text)
 
     def notes(self, key: str) -> list[str | None]:
-        """Returns the texts that ranks left; None of those that left none. Does not wait."""
         keys = [f"{key}/{rank}" for rank in range(self.ranks)]
         return [self._notes.get(name).decode() if self._notes.check([name]) else None for name in keys]
 
     def claim(self, key: str) -> bool:
-        """Whether this rank is the first to ask."""
         return bool(self._notes.add(key, 1) == 1)
 
     def has_lost(self, error: BaseException) -> bool:
-        """Whether an error means that another process is gone, or does not answer."""
         return isinstance(error, dist.DistError) or (
             isinstance(error, RuntimeError) and ("gloo" in str(error) or "NCCL" in str(error))
         )
 
     def close(self) -> None:
-        """Leaves the groups. Whatever holds one (DDP) must be gone, or this may wait forever."""
-        if self._group is not None:
+        if self._group is not None:  # whatever holds one (DDP) must be gone, or this may wait forever
             self._group = None
             dist.destroy_process_group()
 
