@@ -197,16 +197,19 @@ class Layer:
 
 
 class CastedLinear(Layer):
-    """A linear layer that computes in its own precision, whatever its weight and input are held in."""
+    """A linear layer that computes in its own precision, whatever its weight and input are held in.
 
-    def __init__(self, name: str, precision: Precision, bias: bool = False):
+    `weight` names the parameter of another module that it multiplies by, as a tied head does.
+    """
+
+    def __init__(self, name: str, precision: Precision, bias: bool = False, weight: str = ""):
         super().__init__(name, precision)
-        self.has_bias = bias
+        self.has_bias, self.weight = bias, weight or f"{name}.weight"
 
     def __call__(self, params: Params, x: Array) -> Array:
         bias = self.parameter(params, "bias") if self.has_bias else None
         amaxes = params.get(f"{PREFIX}{self.name}")
-        return linear(x, self.parameter(params, "weight"), bias, self.casts, amaxes=amaxes)
+        return linear(x, params[self.weight], bias, self.casts, amaxes=amaxes)
 
 
 class Norm(Layer):

@@ -20,7 +20,6 @@ from halfstep.config.weights import rope_tables as rope_tables
 from halfstep.core.choice.layers import NO_LAYERS, Measured
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions
-from halfstep.jax.fp8 import PREFIX
 from halfstep.jax.layers import (
     CastedLinear,
     Layer,
@@ -30,7 +29,6 @@ from halfstep.jax.layers import (
     broadcast,
     cap_logits,
     cross_entropy,
-    linear,
     pointwise,
     rotate,
     round_result,
@@ -63,7 +61,7 @@ class Decoder(Layer):
         self.embed_norm = _norm(config, "embed_norm", at) if config.embedding_norm else None
         self.blocks = [Block(config, f"blocks.{layer}", at) for layer in range(config.layers)]
         self.final_norm = _norm(config, "final_norm", at)
-        self.lm_head = Head(config, "lm_head", at("lm_head"))
+        self.lm_head = CastedLinear("lm_head", at("lm_head"), weight="embed.weight" if config.tied else "")
         self.angles = rope_tables(config)
 
     def __call__(self, params: Params, tokens_BT: Array) -> Array:
@@ -89,7 +87,7 @@ class Decoder(Layer):
             first_values = values if first_values is None else first_values
             if layer < config.num_skips:
                 skips.append(x_BTD)
-        return self.lm_head(params, self.final_norm(params, x_BTD), self.embed)
+        return self.lm_head(params, self.final_norm(params, x_BTD))
 
     def loss(self, params: Params, tokens_BT: Array, targets_BT: Array) -> Array:
         """Returns the sum over all targets of the negative log-likelihood, in the loss format."""
@@ -229,18 +227,6 @@ class Embedding(Layer):
     def rows(self, params: Params, shape: tuple[int, ...]) -> Array:
         """Returns the first rows, for positions, at the shape (B, T, D) of the tokens they are added to."""
         return broadcast(self.parameter(params, "weight")[: shape[1]], shape, self.casts)
-
-
-class Head(Layer):
-    """The output head: its own matrix, or the embedding's."""
-
-    def __init__(self, config: ModelConfig, name: str, precision: Precision):
-        super().__init__(name, precision)
-        self.tied = config.tied
-
-    def __call__(self, params: Params, x_BTD: Array, embed: Embedding) -> Array:
-        weight = embed.parameter(params, "weight") if self.tied else self.parameter(params, "weight")
-        return linear(x_BTD, weight, None, self.casts, amaxes=params.get(f"{PREFIX}{self.name}"))
 
 
 def _relu2(x: Array) -> Array:
