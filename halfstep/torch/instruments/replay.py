@@ -93,19 +93,17 @@ def switch_formats(run: Any, precisions: Mapping[str, Precision] | None = None) 
 @contextmanager
 def _set_precisions(model: nn.Module, precisions: Mapping[str, Precision]) -> Iterator[None]:
     modules = [(name, module) for name, module in model.named_modules() if name in precisions]
-    before = [
-        (module, {key: module.__dict__[key] for key in _PRECISION_ATTRIBUTES if key in module.__dict__})
-        for _, module in modules
-    ]
+    held = [vars(module) for _, module in modules]
+    before = [{key: its[key] for key in _PRECISION_ATTRIBUTES if key in its} for its in held]
     try:
         for name, module in modules:
             set_module_precision(module, precisions[name], precisions.get("", precisions[name]))
         yield
     finally:
-        for module, attributes in before:
+        for its, attributes in zip(held, before, strict=True):
             for key in _PRECISION_ATTRIBUTES:
-                module.__dict__.pop(key, None)
-            module.__dict__.update(attributes)
+                its.pop(key, None)
+            its.update(attributes)
 
 
 def _reshard(run: Any) -> None:
