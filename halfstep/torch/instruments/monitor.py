@@ -114,7 +114,7 @@ class Monitor:
     def sample(
         self, loss_fn: Callable[[Any], Any], batch: Any, share: float = 1 / 16
     ) -> dict[str, dict[str, Sample]]:
-        """Runs at most a `share` of a batch again, at least one row, and describes what each layer met by role.
+        """Runs at most a `share` of a batch again, at least one row; describes each layer's tensors by role.
 
         Rows are those of the first dimension of the batch's tensors. It runs eagerly, with the weights of now, and
         leaves gradients, buffers and random state as they were. Waits for the device.

@@ -1,4 +1,4 @@
-"""What tuning does with a model: which formats its gradients notice, short runs, and the time a format saves.
+"""What tuning measures: what a format does to a model's gradients, losses of short runs, the time a format saves.
 
 The same batches run again, forward and backward, with one module in other formats and everything else unchanged.
 With g the gradient of a weight and h the gradient after rounding, an optimizer whose steps do not depend on the

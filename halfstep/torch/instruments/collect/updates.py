@@ -53,7 +53,7 @@ class _Pending:
 
 
 class UpdateWatch:
-    """Counts the updates of every optimizer whose steps it is shown; changes no number of theirs."""
+    """Counts the updates of the optimizers around whose steps it is called; changes none of their numbers."""
 
     def __init__(self) -> None:
         self._watched: Any = WeakTensorKeyDictionary()
@@ -82,7 +82,7 @@ class UpdateWatch:
 
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Counts what the step has changed; returns whether `before` had seen it coming."""
+        """Counts what the step has changed; returns whether `before` has seen this step."""
         pending = self._pending.pop(id(optimizer), None)
         if pending:
             self._count(optimizer, pending)

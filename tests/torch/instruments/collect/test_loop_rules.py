@@ -1,6 +1,7 @@
 """Rules about the loss scale, sums and the loop: each fires on a small loop that breaks it, with the line, and is
 silent on a twin of that loop that does not."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -56,13 +57,18 @@ def scaled_loop(
                 scheduler.step()
 
 
-def two_optimizers(*, once):
-    first, second = net(), net()
-    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in (first, second)]
+def two_optimizers(*, once=False, apart=False):
+    """Two models that share a loss, or take turns as in adversarial training, each with an update of the scale."""
+    models = [net(), net()]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in models]
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for _ in range(2):
-        scaler.scale((first(torch.ones(2, 4)) + second(torch.ones(2, 4))).mean()).backward()
-        for optimizer in optimizers:
+        losses = [model(torch.ones(2, 4)).mean() for model in models]
+        if not apart:
+            scaler.scale(sum(losses)).backward()
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            if apart:
+                scaler.scale(loss).backward()
             scaler.step(optimizer)
             if not once:
                 scaler.update()
@@ -72,30 +78,17 @@ def two_optimizers(*, once):
 
 
 def adversarial():
-    """Two optimizers that take turns, each with an update of the scale for its own loss."""
-    models = [net(), net()]
-    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in models]
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for _ in range(2):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            scaler.scale(model(torch.ones(2, 4)).mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+    two_optimizers(apart=True)
 
 
 def one_region(*, left):
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     region = torch.autocast("cpu", torch.bfloat16)
-    if left:
+    around, inside = (nullcontext(), region) if left else (region, nullcontext())
+    with around:
         for _ in range(3):
-            with region:
-                model(torch.ones(2, 4)).float().mean().backward()
-                optimizer.step()
-    else:
-        with region:
-            for _ in range(3):
+            with inside:
                 model(torch.ones(2, 4)).float().mean().backward()
                 optimizer.step()
 
@@ -142,7 +135,7 @@ CASES = {
     "HS201": ([lambda: scaled_loop(format=torch.bfloat16)], [lambda: scaled_loop(format=torch.float16)]),
     "HS202": ([lambda: scaled_loop("clip")], [scaled_loop, lambda: scaled_loop(by_hand=True)]),
     "HS203": ([lambda: scaled_loop("never")], [scaled_loop, lambda: scaled_loop(by_hand=True)]),
-    "HS204": ([lambda: two_optimizers(once=False)], [lambda: two_optimizers(once=True), adversarial]),
+    "HS204": ([two_optimizers], [lambda: two_optimizers(once=True), adversarial]),
     "HS205": ([lambda: scaled_loop("never")], [scaled_loop]),
     "HS206": (
         [
