@@ -50,6 +50,7 @@ from halfstep.torch.fp8.delayed import Amaxes
 from halfstep.torch.layers import Layer
 from halfstep.torch.loss.plain import LEAN_CHUNKS
 from halfstep.torch.measure import LayerWork, time_layer_once
+from halfstep.torch.model import Decoder
 from halfstep.torch.numerics.cast import carried, split
 from halfstep.torch.numerics.compile_cache import allow_in_graph, keep_compiled
 from halfstep.torch.numerics.dtypes import FLOATS, dtype_of
@@ -129,8 +130,10 @@ def apply_resolved(
     remainders = _hold_all(model, parameters, masters, policy)
     amaxes = fp8_choice.add_histories(plans, ruled, next(iter(parameters.values())).device)
     attention = hugging_face.choose_attention(model)
-    originals = plan.convert(model, plans, chosen, base, causal=any(not row.why_not for row in attention))
-    recomputed = lean.save_memory(model, originals) if memory == "lean" else None
+    causal, saves = any(not row.why_not for row in attention), memory == "lean"
+    code_saves = saves and not isinstance(model, Decoder)  # whose layers do, with no function between them
+    originals = plan.convert(model, plans, chosen, base, causal=causal, lean=code_saves)
+    recomputed = lean.save_memory(model, originals) if saves else None
     fp8_choice.set_loss_casts(model, ruled, measured)
     notes = fp8_choice.explain_choices(measured, ruled)
     changes = [c for p in plans if (c := describe_change(p, chosen.get(p.name, base), notes.get(p.name, "")))]

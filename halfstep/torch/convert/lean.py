@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.core.errors import ArgumentError
-from halfstep.torch.convert.functions.mode import PolicyMode, mode_of
 from halfstep.torch.convert.modules import LayerNorm, Leaf, RMSNorm
 from halfstep.torch.convert.plan import Originals
 from halfstep.torch.convert.subclass import put_in_front
 from halfstep.torch.layers import Norm
 from halfstep.torch.model import Decoder
 from halfstep.torch.numerics.recompute import recompute_in_backward
-from halfstep.torch.numerics.record import EMPTY, record_of, update_record
+from halfstep.torch.numerics.record import update_record
 
 MEMORY = ("fast", "lean")
 _LIBRARY = "transformers.activations"
@@ -83,15 +82,11 @@ def check_memory(memory: Any, model: nn.Module) -> None:
 
 
 def save_memory(model: nn.Module, originals: Originals) -> tuple[str, ...]:
-    """Makes a converted model lean; returns the names of modules whose results are not kept."""
+    """Makes the modules of a model lean that `plan.convert` made; returns those whose results are not kept."""
     if isinstance(model, Decoder):
         return model.save_memory()
     changed = []
     for name, module in model.named_modules():
-        record = record_of(module)
-        if record is not EMPTY:
-            modes = {"mode": _lean(record.mode), "model_mode": _lean(record.model_mode)}
-            update_record(module, lean=True, **modes)
         if isinstance(module, Norm | LayerNorm | RMSNorm):
             update_record(module, recomputed=True)
         elif _is_norm(module) or type(module).__module__ == _LIBRARY:
@@ -101,11 +96,6 @@ def save_memory(model: nn.Module, originals: Originals) -> tuple[str, ...]:
             continue
         changed.append(name)
     return tuple(changed)
-
-
-def _lean(mode: PolicyMode | None) -> PolicyMode | None:
-    """Returns the mode under which cheap results are computed again."""
-    return mode and mode_of(mode.scope.casts, leaf=mode.scope.leaf, has_split=mode.scope.has_split, lean=True)
 
 
 def _is_of_torch(module: nn.Module) -> bool:

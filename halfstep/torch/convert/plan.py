@@ -119,11 +119,18 @@ def _may_hold(plan: Plan, role: str, *others: type) -> bool:
 
 
 def convert(
-    model: nn.Module, plans: list[Plan], ruled: Mapping[str, Precision], base: Precision, *, causal: bool = False
+    model: nn.Module,
+    plans: list[Plan],
+    ruled: Mapping[str, Precision],
+    base: Precision,
+    *,
+    causal: bool = False,
+    lean: bool = False,
 ) -> Originals:
     """Gives each module the class that casts; its parameters must be held in their final form already.
 
-    `causal` says that some of its attention has the implementation of hugging_face.py.
+    `causal` says that some of its attention has the implementation of hugging_face.py. `lean` code computes cheap
+    results again.
     """
     originals: Originals = []
     root = CausalRoot if causal else Root
@@ -148,7 +155,7 @@ def convert(
         for front in [] if ours else [plan.kind, root if module is model else None]:
             if front is not None:
                 module.__class__ = cast(Any, put_in_front)(front, type(module))
-        update_record(module, role=plan.role, has_split=has_split)
+        update_record(module, role=plan.role, has_split=has_split, lean=lean)
         set_module_precision(module, precision, base)
     update_record(model, prepared=True)
     return originals
