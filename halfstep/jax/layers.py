@@ -232,10 +232,8 @@ class Norm(Layer):
 
     def __call__(self, params: Params, x: Array) -> Array:
         gain = self.parameter(params, "weight") if self.has_gain else None
-        if self.kind == "layer":
-            bias = self.parameter(params, "bias") if self.has_bias else None
-            return layer_norm(x, gain, bias, self.casts, self.eps)
-        return rms_norm(x, gain, self.casts, self.eps)
+        bias = self.parameter(params, "bias") if self.has_bias else None
+        return _norm(x, gain, bias, self.casts, self.kind == "layer", self.eps)
 
 
 def _to_island_format(x: Array, fmt: Format) -> Array:
