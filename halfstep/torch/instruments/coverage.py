@@ -54,7 +54,7 @@ def _how(
 ) -> tuple[Literal["covered", "unchanged"], str] | None:
     if entry is not None and not why:
         return "covered", entry.description
-    if entry is not None and why != Skip.NOTHING_MET and not is_arithmetic(entry):
+    if entry is not None and why != Skip.NOT_MIXED and not is_arithmetic(entry):
         return "unchanged", why
     dtypes = {t.dtype for t in tensors_of(args, kwargs) if t.dim() and t.is_floating_point()}
     if entry is None:

@@ -24,7 +24,7 @@ class Skip:
     NO_GRADIENT = "emulated: nothing says that its fp32 operands are activations"
     OTHER_DTYPE = "an operand is neither fp32, bf16 nor fp16"
     OUT = "it writes to a tensor that is given"
-    NOTHING_MET = "no parameter meets an activation"
+    NOT_MIXED = "no parameter meets an activation"
     NOT_COMPILED = "torch compiles grouped matmuls of bf16 alone"
 
 

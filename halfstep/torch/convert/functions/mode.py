@@ -135,7 +135,7 @@ class PolicyMode(TorchFunctionMode):
         why = "" if entry is None else entry.skip_reason(self.scope, args, kwargs)
         if WATCHERS:
             WATCHERS[-1](self.scope, func, args, kwargs, entry, why)
-        if entry is None or why == Skip.NOTHING_MET:
+        if entry is None or why == Skip.NOT_MIXED:
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             return func(*args, **kwargs) if why else entry.run(self.scope, func, args, kwargs)

@@ -123,7 +123,7 @@ def _skip_widen(scope: Scope, args: Any, kwargs: Any) -> str:
     if scope.has_split and is_split(x):
         return ""
     fp32 = casts.loss is torch.float32 and not casts.emulate
-    return "" if x.dtype in NARROW and fp32 and not kwargs and is_for_loss(x) else Skip.NOTHING_MET
+    return "" if x.dtype in NARROW and fp32 and not kwargs and is_for_loss(x) else Skip.NOT_MIXED
 
 
 def _widen(scope: Scope, func: Any, args: Any, kwargs: Any) -> Any:
@@ -151,10 +151,10 @@ def _skip_two(scope: Scope, args: Any, kwargs: Any) -> str:
         return Skip.IN_LEAF
     a, b = args if len(args) == 2 else [*args, *(kwargs[k] for k in ("input", "other") if k in kwargs), None][:2]
     if type(a) is Tensor and type(b) is Tensor and a.dtype is b.dtype and not scope.casts.emulate:
-        return Skip.NOTHING_MET  # as most sums of a model: no parameter is among them
+        return Skip.NOT_MIXED  # as most sums of a model: no parameter is among them
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return _skip_unmixed(scope, [a, b])
-    return "" if scope.has_split and (_is_split_tensor(a) or _is_split_tensor(b)) else Skip.NOTHING_MET
+    return "" if scope.has_split and (_is_split_tensor(a) or _is_split_tensor(b)) else Skip.NOT_MIXED
 
 
 def _skip_many(scope: Scope, args: Any, kwargs: Any) -> str:
@@ -168,11 +168,11 @@ def _skip_unmixed(scope: Scope, tensors: list[Tensor]) -> str:
     if scope.has_split and any(is_split(t) for t in floats):
         return ""
     if not scope.casts.emulate and len({t.dtype for t in floats}) < 2:
-        return Skip.NOTHING_MET
+        return Skip.NOT_MIXED
     others = [t for t in floats if not (t.dtype is torch.float32 and is_weight(t))]
     promoted = others if scope.casts.emulate else [t for t in others if t.dtype in NARROW]
     promoting = any(t.dim() for t in floats if t.dtype is torch.float32)
-    return "" if promoted and promoting and len(others) < len(floats) else Skip.NOTHING_MET
+    return "" if promoted and promoting and len(others) < len(floats) else Skip.NOT_MIXED
 
 
 def _mix(scope: Scope, func: Any, args: Any, kwargs: Any) -> Any:
@@ -185,7 +185,7 @@ def _skip_view(scope: Scope, args: Any, kwargs: Any) -> str:
     for given in args:
         if type(given) is not Tensor and _is_split_tensor(given):
             return ""
-    return "" if kwargs and _is_split_tensor(kwargs.get("input")) else Skip.NOTHING_MET
+    return "" if kwargs and _is_split_tensor(kwargs.get("input")) else Skip.NOT_MIXED
 
 
 def _view(scope: Scope, func: Any, args: Any, kwargs: Any) -> Any:
@@ -195,7 +195,7 @@ def _view(scope: Scope, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _skip_dtype(scope: Scope, args: Any, kwargs: Any) -> str:
     narrow = scope.casts.compute is torch.bfloat16 or not is_split(args[0])
-    return Skip.NOTHING_MET if narrow else ""
+    return Skip.NOT_MIXED if narrow else ""
 
 
 def _is_split_tensor(given: Any) -> bool:
