@@ -83,6 +83,7 @@ def main() -> int:
             loop.stop,
             Prefetch(loop.batches.at, 0, NEVER) as batches,
         ):
+            loop.monitor.start(0)  # as a run does
             saver = loop.saver
             windows = Windows(loop, batches, options.seconds)
             windows._steps(5)  # compiles
