@@ -71,7 +71,7 @@ CONTROLS = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]|\xc2[\x80-\x9f]")
 # What commands import late, once for all cases.
 LATE = "cli.app cli.outcome report.page report.watch tools.runs tools.probe tools.export.run torch.session "
 LATE += "torch.export training.loop training.data.load training.run.trained "
-LATE += "training.data.pack.train_tokenizer cli.compare tools.compare.judge tools.compare.sides report.compare"
+LATE += "training.data.pack.train_tokenizer cli.compare tools.compare.judge report.compare"
 OTHERS = "torch._dynamo safetensors.numpy tiktoken tokenizers rich.table rich.progress rich.markdown "
 OTHERS += "rich._emoji_codes docstring_parser tomli_w onnxscript onnxruntime tensorboard.util.tensor_util "
 OTHERS += "tensorboard.backend.event_processing.event_accumulator"

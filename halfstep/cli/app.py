@@ -16,7 +16,7 @@ from typing import Any
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnknownOptionError, UnusedCliTokensError
 
 from halfstep import __version__
-from halfstep.cli import audit, compare, data, export, formats, plan, policy, probe, runs, train, trained, tune
+from halfstep.cli import audit, compare, data, export, plan, policy, probe, runs, train, trained, tune
 from halfstep.cli.output import discard, drop_refused_output, print_error, print_failure
 from halfstep.core.errors import HalfstepError, OptionError
 
@@ -44,7 +44,7 @@ app.command(export.artifact)
 app.command(data.app)
 app.command(probe.probe)
 app.command(plan.plan)
-app.command(formats.formats)
+app.command(policy.formats)
 app.command(policy.policy)
 app.command(runs.runs)
 app.command(runs.watch)

@@ -14,7 +14,7 @@ from halfstep.core.errors import OptionError
 if TYPE_CHECKING:
     from halfstep.tools.compare.curves import Curve
     from halfstep.tools.compare.judge import Comparison
-    from halfstep.tools.compare.sides import Training
+    from halfstep.tools.compare.runs import Training
 
 SetA = Annotated[tuple[str, ...], Parameter(name="--set-a", negative="", show_default=False)]
 SetB = Annotated[tuple[str, ...], Parameter(name="--set-b", negative="", show_default=False)]
@@ -81,7 +81,7 @@ def compare(
         The file to write the page to; by default, compare.html in the folder for the runs.
     """
     from halfstep.tools.compare.judge import judge
-    from halfstep.tools.compare.sides import Training, names_existing_runs, read_side
+    from halfstep.tools.compare.runs import Training, names_existing_runs, read_side
 
     if delta is not None and not 0 <= delta < math.inf:
         raise OptionError(f"--delta {delta} is not a gap", hint="name a loss of 0 or more, such as 0.01")
@@ -130,8 +130,7 @@ def _train_sides(
     policies: tuple[str, str], training: "Training", out: Path, device: str | None
 ) -> "tuple[tuple[str, str], list[Curve], list[Curve]]":
     """Returns names and runs of both sides, once they are trained."""
-    from halfstep.tools.compare.runs import train_ways
-    from halfstep.tools.compare.sides import check_alike, resolve_ways
+    from halfstep.tools.compare.runs import check_alike, resolve_ways, train_ways
     from halfstep.training.telemetry.progress import RunsProgress
 
     if training.steps is not None and training.steps < 1:

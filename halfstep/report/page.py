@@ -16,8 +16,8 @@ from halfstep.report.charts import charts, has_scale, why_unscaled
 from halfstep.report.history import Event, History, nested, read_changes
 from halfstep.report.incidents import IncidentReader, findings
 from halfstep.report.layers import figures
-from halfstep.report.settings import command, describe_policies, read_policy, settings, starting_warnings
 from halfstep.report.shadows import shadows
+from halfstep.report.summary import command, describe_policies, read_policy, settings, starting_warnings
 from halfstep.report.template import fill
 from halfstep.report.time_breakdown import time_breakdown
 from halfstep.report.what_if import as_data as what_if_data

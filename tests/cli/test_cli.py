@@ -133,7 +133,7 @@ def test_the_trace_of_torch_about_a_slow_format_is_not_shown(monkeypatch, recwar
     def multiply(*_, **__):
         warnings.warn("mkldnn_matmul failed, switching to BLAS gemm:...\nframe #0: ...", stacklevel=1)
 
-    monkeypatch.setattr("halfstep.cli.formats.print_table", multiply)
+    monkeypatch.setattr("halfstep.cli.policy.print_table", multiply)
     assert run(["formats"]) == 0
     assert not recwarn.list
 

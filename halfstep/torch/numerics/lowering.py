@@ -114,7 +114,7 @@ def cached_cast(parameter: Tensor, compute: torch.dtype) -> Tensor:
 
 
 class CachedCast:
-    """The dtype that a layer casts a parameter to, and while an update has it (update/weight_casts.py), that cast.
+    """The dtype that a layer casts a parameter to, and while an update has it (update/parts.py), that cast.
 
     The cast is valid until the parameter is written to.
     """

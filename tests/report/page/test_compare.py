@@ -4,7 +4,7 @@ import pytest
 
 from halfstep.report.compare import conclusion, html
 from halfstep.tools.compare.judge import judge
-from halfstep.tools.compare.sides import read_side
+from halfstep.tools.compare.runs import read_side
 from tests.report.page.chromium import PHONE, WIDE
 from tests.report.page.made_up_runs import HOSTILE
 from tests.report.page.parsed_page import Page

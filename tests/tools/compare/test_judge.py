@@ -8,7 +8,7 @@ import pytest
 
 from halfstep.core.compare.gaps import CompareError
 from halfstep.tools.compare.judge import Comparison, judge
-from halfstep.tools.compare.sides import read_side
+from halfstep.tools.compare.runs import read_side
 from tests.tools.compare.made_up import make_run, make_runs
 
 

@@ -7,8 +7,7 @@ import pytest
 from halfstep.config.load import load
 from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import FP32
-from halfstep.tools.export.targets import TARGETS, Job
-from halfstep.tools.export.tokenizer import check_tokenizer, write_tokenizer
+from halfstep.tools.export.targets import TARGETS, Job, check_tokenizer, write_tokenizer
 from halfstep.training.data.tokenizer_base import BytesTokenizer
 from halfstep.training.data.tokenizers import HuggingFace, SentencePiece, Tiktoken
 from tests.refusals import refuses

@@ -7,7 +7,7 @@ from torch import nn
 from halfstep.torch import AdamW, prepare
 from halfstep.torch.numerics.lowering import CAST
 from halfstep.torch.numerics.matmul import Linear
-from halfstep.torch.update import weight_casts
+from halfstep.torch.update import parts
 from tests.torch.nets import draw
 
 X = draw(6, 16)
@@ -33,11 +33,11 @@ def loss_of(model):
 def test_steps_have_the_bits_of_layers_that_cast_by_themselves(monkeypatch, policy, given):
     (one, with_casts), (two, without) = prepared(policy), prepared(policy)
     made = []
-    make = weight_casts.WeightCasts.make
+    make = parts.WeightCasts.make
     for _ in range(3):
-        monkeypatch.setattr(weight_casts.WeightCasts, "make", lambda self: (make(self), made.append(self._casted)))
+        monkeypatch.setattr(parts.WeightCasts, "make", lambda self: (make(self), made.append(self._casted)))
         first = with_casts.step(loss_of(one), given([X, 2 * X]))
-        monkeypatch.setattr(weight_casts.WeightCasts, "make", lambda self: None)
+        monkeypatch.setattr(parts.WeightCasts, "make", lambda self: None)
         second = without.step(loss_of(two), given([X, 2 * X]))
         assert torch.equal(first.loss, second.loss)
     assert all(

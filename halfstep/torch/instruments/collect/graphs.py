@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_map
 
 from halfstep.torch.instruments.collect.operations import KINDS, Operations, Where, where_of
 from halfstep.torch.instruments.collect.patches import Patches, is_watched
-from halfstep.torch.instruments.collect.places import is_library
-from halfstep.torch.instruments.collect.tensors import format_name
+from halfstep.torch.instruments.collect.tensors import format_name, is_library
 
 _ROOT = re.compile(r"^[LG]\['\w+'\]")
 _INDEX = re.compile(r"\._modules\['(\w+)'\]|\['?(\w+)'?\]")

@@ -33,8 +33,7 @@ from halfstep.torch.instruments.collect.models import (
     unwrap,
     version_of,
 )
-from halfstep.torch.instruments.collect.places import place
-from halfstep.torch.instruments.collect.tensors import format_name, local
+from halfstep.torch.instruments.collect.tensors import format_name, local, place
 from halfstep.torch.instruments.collect.updates import UpdateWatch
 from halfstep.torch.instruments.collect.weights import buffers_of, weights_of
 

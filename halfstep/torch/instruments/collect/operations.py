@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep.core.audit.record import Operation
 from halfstep.core.torch_functions import KERNELS, LOSSES, NORMS, SOFTMAX, named
-from halfstep.torch.instruments.collect import places
+from halfstep.torch.instruments.collect import tensors
 from halfstep.torch.instruments.collect.tensors import format_name, is_narrow, local, tensors_of
 
 _PLACES = (torch, torch.Tensor)
@@ -154,7 +154,7 @@ class Operations:
 
     def see_module(self, kind: Any, inside: str | None, inputs: list[Tensor], out: Tensor, where: Where) -> None:
         """Adds a module whose functions are hidden: a kernel, or a layer that casts by itself."""
-        self._add(Operation(where.name, kind, inside=inside, place=places.place()), inputs, out)
+        self._add(Operation(where.name, kind, inside=inside, place=tensors.place()), inputs, out)
 
     def see_backward(self, where: Where, inside: str, place: Callable[[], str | None]) -> None:
         """Adds a matmul whose gradients are computed in another format than its result."""

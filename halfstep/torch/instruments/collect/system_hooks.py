@@ -13,8 +13,7 @@ from halfstep.core.audit.record import CheckpointFacts
 from halfstep.torch.instruments.collect.log import TrainingLog
 from halfstep.torch.instruments.collect.models import params_of
 from halfstep.torch.instruments.collect.patches import Patches
-from halfstep.torch.instruments.collect.places import is_library, name_of
-from halfstep.torch.instruments.collect.tensors import format_name, local
+from halfstep.torch.instruments.collect.tensors import format_name, is_library, local, name_of
 from halfstep.torch.instruments.collect.weights import moments_of
 
 # Methods that make the host wait for a tensor. On a CPU nothing waits, but the script may run on a GPU tomorrow.

@@ -15,7 +15,7 @@ from halfstep.core.roles import Operand
 from halfstep.core.stats.tensors import TensorStats
 from halfstep.core.stats.what_if import SPECS, signal_lost, spec_of
 from halfstep.torch import prepare
-from halfstep.torch.instruments.observe.layers import watched_layers
+from halfstep.torch.instruments.monitor import watched_layers
 from halfstep.torch.instruments.observe.sums import observations, part_of, requantize
 from halfstep.torch.layers import CastedLinear
 from halfstep.torch.numerics.cast import quantize, quantize_scaled
