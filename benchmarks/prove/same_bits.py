@@ -74,7 +74,8 @@ def trained(backend: str, policy: str, folder: Path) -> Record:
         event = json.loads(line)
         for key in COMPARED.get(event["event"], ()):
             if key in event:
-                record[f"{event['event']} {event['step']} {key}"] = digest(json.dumps(event[key]).encode())
+                value = json.dumps(event[key], sort_keys=True)
+                record[f"{event['event']} {event['step']} {key}"] = digest(value.encode())
     return record
 
 
