@@ -50,8 +50,8 @@ def on_jax(config: ModelConfig, policy: Policy, weights: Arrays) -> Pass:
 
     from halfstep.jax.model import Decoder
 
-    names = Decoder(config).module_names()
-    model = Decoder(config, precisions(policy, names), base_precision(policy))
+    formats, base = precisions(policy, Decoder(config).module_names()), base_precision(policy)
+    model = Decoder(config, lambda name: formats.get(name, base))
     params = {name: jax.numpy.asarray(weight) for name, weight in weights.items()}
     compiled = jax.jit(jax.value_and_grad(model.loss))
 

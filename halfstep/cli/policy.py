@@ -1,4 +1,4 @@
-"""`halfstep policy`: shows what a policy means, for each role or for each parameter."""
+"""`halfstep formats`: the number formats. `halfstep policy`: what a policy means, for each role or parameter."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any

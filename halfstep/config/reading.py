@@ -46,10 +46,10 @@ def fits_in_memory(num_bytes: int) -> bool:
     return num_bytes <= (host.memory() or num_bytes)
 
 
-def parse_json(content: str | bytes) -> Any:
-    """Parses JSON; refuses what is nested too deeply, and a key that stands twice in an object."""
+def parse_json(content: str | bytes, *, unique: bool = True) -> Any:
+    """Parses JSON; refuses what is nested too deeply, and if `unique` a key that stands twice in an object."""
     try:
-        return json.loads(content, object_pairs_hook=_table_of)
+        return json.loads(content, object_pairs_hook=_table_of if unique else None)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

@@ -158,7 +158,7 @@ def call_error(loss_fn: Callable[..., Any], micro_batches: Any, array: type) -> 
         )
     given = [*micro_batches] if isinstance(micro_batches, tuple | list) else []
     arrays: list[Any] = [each for each in given if isinstance(each, array)]
-    if len({(each.shape, each.dtype) for each in arrays}) < 2:
+    if len({(each.ndim, each.dtype) for each in arrays}) < 2:  # sequences of other lengths are several batches
         return None
     shapes = " and ".join(str(tuple(each.shape)) for each in arrays[:2])
     return BatchError(

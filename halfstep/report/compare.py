@@ -82,6 +82,8 @@ def html(result: Comparison) -> str:
     """Returns the page."""
     drawn = charts(result)
     pairs = list(zip(result.seeds, result.a.losses, result.b.losses, strict=False))  # without a verdict, no losses
+    sides = (result.a, result.b)
+    runs = [(side.name, *row) for side in sides for row in zip(side.runs, side.losses, strict=False)]
     return fill(
         "compare.html",
         title=f"{result.a.name} against {result.b.name}",
@@ -91,6 +93,7 @@ def html(result: Comparison) -> str:
         result=result,
         rows=evidence(result),
         pairs=[(str(seed), plain(a, 6), plain(b, 6), signed(a - b)) for seed, a, b in pairs],
+        runs=[] if pairs else [(name, run, plain(loss, 6)) for name, run, loss in runs],
         charts=drawn,
         data={"charts": {chart.id: chart.data() for chart in drawn}, "layers": None, "what_if": []},
         halfstep=__version__,

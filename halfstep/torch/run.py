@@ -218,7 +218,6 @@ class Run(Engine):
         check_fp32(check_changed(self, now).wanted)
         before = self.policy, self.choice, self.note
         with carry_state(self):
-            self.unprepare()
             try:
                 self._begin(now, choice, note, tokens)
             except HalfstepError:  # the model or its device cannot run it

@@ -2,10 +2,9 @@
 
 The gaps are those of pairs: run A and run B of a pair have the same seed, so the same weights to begin with and
 the same data, and a gap is A's final held-out loss minus B's. From n gaps with mean m and standard deviation s,
-Student's t with n - 1 degrees of freedom gives intervals for the true mean, m +- t s / sqrt(n):
-
+Student's t with n - 1 degrees of freedom gives intervals for the true mean, m +- t s / sqrt(n).
 Runs that share no seeds make no pairs: there m is the difference of the mean losses, and Welch's interval holds
-the luck of all seeds.
+the luck of all seeds. The intervals decide:
 
     different      the 99 % interval excludes 0, and |m| > delta; or a run of A ended without a finite loss
     same           the 90 % interval lies inside [-delta, delta] (two one-sided tests, each at 5 %)

@@ -2,6 +2,8 @@
 
 Every run has a folder of its own, OUT/WAY/seed-N, so an interrupted run continues where it was, and a finished
 one is not trained again. Single-process runs train in this process; several ranks are started by torchrun.
+
+What the two words of a command line name, runs and logs that are there or policies to train, is decided here too.
 """
 
 import dataclasses

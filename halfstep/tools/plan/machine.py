@@ -3,7 +3,6 @@
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -101,7 +100,7 @@ def _host(config: RunConfig, policy: Policy, device: str) -> list[Timed]:
             begun = time.perf_counter()
             float(session.step(tokens).loss)  # waits for the device
             taken.append(time.perf_counter() - begun)
-        return median(taken[STEPS // 2 :])
+        return min(taken[STEPS // 2 :])  # what else runs only adds
 
     one, three = seconds(1), seconds(3)
     took = {"pass": (three - one) / 2, "update": one - (three - one) / 2}

@@ -1,4 +1,6 @@
-"""What is known about models of other packages, by the names of their classes: none of them is imported.
+"""Routers, experts, recipes and wrappers of other packages, by the names of their classes: none is imported.
+
+Classes that are replaced by one of ours are in modules.py (`NAMED`).
 
 routers     decide which expert of a mixture sees a token: fp32 inside and out. A router is a module whose class is
             called one, or a Linear named `gate` or `router` next to `experts`

@@ -155,7 +155,8 @@ def convert(
         for front in [] if ours else [plan.kind, root if module is model else None]:
             if front is not None:
                 module.__class__ = cast(Any, put_in_front)(front, type(module))
-        update_record(module, role=plan.role, has_split=has_split, lean=lean)
+        if isinstance(module, Root) or not isinstance(module, Layer):  # a record is a guard for dynamo
+            update_record(module, role=plan.role, has_split=has_split, lean=lean)
         set_module_precision(module, precision, base)
     update_record(model, prepared=True)
     return originals
@@ -164,10 +165,9 @@ def convert(
 def set_module_precision(module: nn.Module, precision: Precision, base: Precision) -> bool:
     """Gives a module that casts its precision; returns whether it has one."""
     record = record_of(module)
-    how = {"has_split": record.has_split, "lean": record.lean}
     if isinstance(module, Root):
         casts = casts_of(base)
-        update_record(module, model_casts=casts, model_mode=mode_of(casts, **how))
+        update_record(module, model_casts=casts, model_mode=mode_of(casts, False, record.has_split, record.lean))
     if isinstance(module, Layer):
         module.precision = precision
         if module.halfstep.loss_casts is not None:
@@ -178,9 +178,8 @@ def set_module_precision(module: nn.Module, precision: Precision, base: Precisio
         wide = not isinstance(module, Experts) and any(p.dtype == torch.float32 for p in held)
         small = wide and all(p.dim() < 2 for p in held) and not any(module.children())
         unreached = isinstance(module, Recipe | Island) or small
-        update_record(
-            module, casts=casts, widen=wide, mode=None if unreached else mode_of(casts, leaf=wide, **how)
-        )
+        mode = None if unreached else mode_of(casts, wide, record.has_split, record.lean)
+        update_record(module, casts=casts, widen=wide, mode=mode)
     return isinstance(module, Layer | Island | Leaf)
 
 

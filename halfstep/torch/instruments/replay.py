@@ -34,7 +34,7 @@ from halfstep.torch.convert.modules import Code, Island, Leaf, Root
 from halfstep.torch.convert.plan import set_module_precision
 from halfstep.torch.instruments.observe.slots import pause_counting
 from halfstep.torch.layers import Layer
-from halfstep.torch.numerics.lowering import CAST
+from halfstep.torch.numerics.lowering import CAST, CachedCast
 from halfstep.torch.numerics.shards import is_shard
 from halfstep.torch.parallel.ranks import average, mean, num_ranks
 from halfstep.torch.update.accumulation import Accumulation, check_pair, divisor, mark_last, mean_loss
@@ -188,17 +188,17 @@ def extra_pass(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def extra_pass_of_run(run: Any) -> Iterator[None]:
     """Inside, nothing is counted; restores also marks for casts of weights, and amaxes of delayed operands."""
-    marks = [(p, p.__dict__.get(CAST)) for p in run.model.parameters()]
-    dtypes = [mark and mark.dtype for _, mark in marks]
+    held = {p: p.__dict__.get(CAST) for p in run.model.parameters()}
+    marks = [(p, mark, mark.dtype) for p, mark in held.items() if isinstance(mark, CachedCast)]
     pending = None if run.amaxes is None else run.amaxes.pending.clone()
     with pause_counting(), extra_pass(run.model):
         try:
             yield
         finally:
-            for (p, mark), dtype in zip(marks, dtypes, strict=True):
+            for p in held:
                 p.__dict__.pop(CAST, None)
-                if mark is not None:
-                    mark.dtype, p.__dict__[CAST] = dtype, mark
+            for p, mark, dtype in marks:
+                mark.dtype, p.__dict__[CAST] = dtype, mark
             if pending is not None:
                 run.amaxes.pending.copy_(pending)
 

@@ -12,6 +12,7 @@ Natively each is one `to`. **Emulated**, a tensor is carried in fp32 and holds v
 that hardware would store in the format is rounded by the reference cast, and so is its gradient.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -101,8 +102,8 @@ def with_weight_grad_format(parameter: Tensor, casts: Casts) -> Tensor:
 def cached_cast(parameter: Tensor, compute: torch.dtype) -> Tensor:
     """Returns a parameter's values: in compute if the update has cast it, else unchanged, with a mark to do so."""
     if parameter.dtype is not compute:
-        made: CachedCast | None = parameter.__dict__.get(CAST)
-        if made is None:
+        made = parameter.__dict__.get(CAST)
+        if type(made) is not CachedCast:
             setattr(parameter, CAST, CachedCast(compute))
         elif made.cast is None:
             made.dtype = compute
@@ -124,6 +125,10 @@ class CachedCast:
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
         self.cast: Tensor | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A parameter is saved and copied without it, and `torch.load` knows no class of ours."""
+        return OrderedDict, ()
 
     def hold(self, cast: Tensor, parameter: Tensor) -> None:
         """Keeps the cast of the parameter as it is now."""

@@ -1,1 +1,1 @@
-"""What stands around a step: checks, summary, results read back, the search for what was not finite."""
+"""One update: sums of gradients, norm, clipping, skips; `prepare`, its checks, the summary, results read back."""

@@ -35,7 +35,7 @@ from halfstep.core.scaling import NoScale
 from halfstep.torch.numerics.dtypes import FLOATS, dtype_of
 from halfstep.torch.numerics.shards import is_shard
 from halfstep.torch.numerics.split.operand import is_split
-from halfstep.torch.numerics.split.parameter import take_grad
+from halfstep.torch.numerics.split.parameter import drop_grads, take_grad
 from halfstep.torch.optim.adamw import Grads, is_sparse
 from halfstep.torch.optim.masters import PREPARE_AGAIN
 from halfstep.torch.parallel.ranks import average, mean, num_ranks
@@ -144,8 +144,7 @@ class Accumulation:
         for p in self._summed_by_autograd:
             p.grad = None
         yield
-        for p in self.summed:
-            take_grad(p)
+        drop_grads(self.summed)
         for p, total in zip(self._summed_by_autograd, sums, strict=True):
             p.grad = total
 

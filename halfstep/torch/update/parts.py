@@ -25,7 +25,7 @@ from halfstep.torch.convert.apply import Applied, allow_layers_in_graph, split_n
 from halfstep.torch.convert.known_packages import SHARD_ORDER
 from halfstep.torch.convert.resolve import check_supported, resolve
 from halfstep.torch.numerics.dtypes import describe, dtype_of
-from halfstep.torch.numerics.lowering import CAST
+from halfstep.torch.numerics.lowering import CAST, CachedCast
 from halfstep.torch.numerics.shards import is_shard
 from halfstep.torch.numerics.split.operand import values_of
 from halfstep.torch.optim.adamw import Optimizer
@@ -69,7 +69,8 @@ class WeightCasts:
     def make(self) -> None:
         """Casts every marked parameter."""
         listed = self.contents.parameters
-        marks = [None if (mark := p.__dict__.get(CAST)) is None else mark.dtype for p in listed]
+        found = [p.__dict__.get(CAST) for p in listed]
+        marks = [mark.dtype if type(mark) is CachedCast else None for mark in found]
         if marks != self._marks or listed is not self._listed:
             groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
             for p, dtype in zip(listed, marks, strict=True):

@@ -128,14 +128,16 @@ def _exchange_values(run: RunParts, policy: Policy) -> list[Value]:
 
 
 @contextmanager
-def carry_state(run: RunParts) -> Iterator[None]:
-    """Inside, a run begins under another policy; it keeps averages, counts, and what the two have in common.
+def carry_state(run: Any) -> Iterator[None]:
+    """Gives the model of a `Run` back; inside, its run begins under another policy, and keeps averages and counts.
 
-    That is the scale, amaxes of layers that both delay, and what was measured.
+    It also keeps what the two policies have in common: the scale, amaxes of layers that both delay, and what was
+    measured.
     """
     policy, scale_state, narrow = run.policy, run.scale_state, run.conversion.measured.narrow
     kept = run.num_applied, run.skipped, run.found_wrappers  # of DDP, to which both policies send the same
     named: list[dict[str, Tensor]] = [{} if t is None else t.named() for t in (run.averages, run.amaxes)]
+    run.unprepare()
     try:
         yield
     finally:

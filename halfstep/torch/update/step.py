@@ -22,7 +22,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from halfstep.core.errors import RunStateError
+from halfstep.core.errors import HalfstepError, RunStateError
 from halfstep.core.formats import FP32
 from halfstep.core.refusal import call_error, step_error
 from halfstep.core.scaling import DynamicScale, NoScale
@@ -130,7 +130,8 @@ class Engine(RunParts):
             self.forget()  # half a sum must not become part of the next
             if isinstance(error, Exception):
                 self.masters.check_writes()  # a parameter that was resized is the reason, not where it failed
-                if not begun and (explained := call_error(loss_fn, micro_batches, Tensor)) is not None:
+                ours = isinstance(error, HalfstepError | torch.OutOfMemoryError)
+                if not (ours or begun) and (explained := call_error(loss_fn, micro_batches, Tensor)) is not None:
                     raise explained from error
             raise
         finally:

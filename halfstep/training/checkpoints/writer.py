@@ -159,7 +159,8 @@ class Saver:
     waited: float = field(default=0.0, init=False)  # seconds in which training stood still, in all
     longest: float = field(default=0.0, init=False)  # seconds the longest save took
     _number: int = field(default=0, init=False)  # of the save: a step may be saved again after a failure
-    _known: dict[Path, Candidate] = field(default_factory=dict, init=False)  # whose manifests were read already
+    # Those whose manifests were read or written already.
+    _known: dict[Path, Candidate] = field(default_factory=dict, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
     _done: SimpleQueue[Saved | BaseException] = field(default_factory=SimpleQueue, init=False)
 

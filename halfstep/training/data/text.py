@@ -49,7 +49,12 @@ def stdlib_documents() -> tuple[list[Document], str]:
     """Reads the text that every Python installation carries; returns the documents and their description."""
     root = Path(sysconfig.get_path("stdlib"))
     what = f"the standard library of Python {platform.python_version()}"
-    return _read_several(Walked(library_paths(root), {}), root, what, STDLIB)
+    if not (paths := library_paths(root)):
+        raise DataContentError(
+            f"this Python has no standard library as text in `{root}`",
+            hint="name a text file or a folder of text with `--set data.source=PATH`",
+        )
+    return _read_several(Walked(paths, {}), root, what, STDLIB)
 
 
 def library_paths(root: Path) -> list[Path]:

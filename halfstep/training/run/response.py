@@ -42,9 +42,8 @@ class Responder:
     checkpointer: Checkpointer
     tally: Tally
     job: Job
-    meters: (
-        Meters | None
-    )  # count the time of searches for causes; without them, only a run that must stop is searched
+    # They count the time of searches for causes; without them, only a run that must stop is searched.
+    meters: Meters | None
     _searched: int = field(default=-REST, init=False)  # the step at which a cause was last sought
 
     def __post_init__(self) -> None:

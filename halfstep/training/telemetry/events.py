@@ -107,7 +107,12 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "parameters": Count,
         "resumed_from": Count | None,
     },
-    "step": {**_LOSS, "tokens_per_second": float | None, "learning_rate": float | None, "mfu": float | None},
+    "step": {
+        **_LOSS,
+        **dict.fromkeys(("tokens_per_second", "learning_rate", "mfu"), float | None),
+        "skipped": Count | None,
+        "memory": Count | None,
+    },
     "validation": {**_STEP, "loss": float | None, "bits_per_byte": float | None},
     "checkpoint": {**_STEP, "path": str, "held_out": float | None},
     "save_failed": {**_STEP, "message": str},
@@ -318,10 +323,12 @@ def _parse(line: bytes, path: Path | None = None, number: int = 0) -> dict[str, 
         # Most lines hold no word that stands for a number; a backslash may spell one.
         if b'nan"' in line or b'inf"' in line or b"\\" in line:
             event = {name: _decode(value) for name, value in event.items()}
-        check(_TIME, event)
-        check(_FIELDS.get(event["event"], {}), event)
+        fields = _TIME | _FIELDS.get(event["event"], {})
+        check(fields, event)
     except (ConfigError, RecursionError) as error:
         raise _damage_error(path, number, f"not an event ({error})") from None
+    if missing := [name for name in ("time", "step") if name in fields and name not in event]:
+        raise _damage_error(path, number, f"an event without its {missing[0]}")
     return event
 
 
@@ -351,9 +358,8 @@ def _small_integer(digits: str) -> int:
     return int(digits)
 
 
-_DECODER = json.JSONDecoder(
-    parse_constant=_refuse_constant, parse_int=_small_integer
-)  # built once: that takes as long as a line
+# Built once: that takes as long as a line.
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_int=_small_integer)
 
 
 def _is_whole(line: bytes) -> bool:

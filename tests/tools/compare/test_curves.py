@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from halfstep.core.compare.gaps import CompareError
-from halfstep.report.compare import conclusion
+from halfstep.report.compare import conclusion, html
+from halfstep.report.number_format import plain
 from halfstep.tools.compare.curves import Curve, read_log
 from halfstep.tools.compare.judge import judge
 
@@ -158,3 +159,5 @@ def test_runs_without_common_seeds_are_compared_unpaired(tmp_path):
         again = judge(("a", "b"), a, b, delta=0.01).verdict
         assert again.interval99 == pytest.approx(first.verdict.interval99)
     assert "between the means of 6 and 8 runs" in conclusion(first)
+    page = html(first)
+    assert all(f'<td class="number">{plain(curve.held_out, 6)}</td>' in page for curve in (*a, *b))

@@ -1,5 +1,7 @@
 """Weights are cast once per update where layers run eagerly, and nothing stale is ever used."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -125,3 +127,13 @@ def test_running_out_of_memory_leaves_no_cast_and_layers_that_are_compiled_later
     run.step(lambda x: sum(p.square().sum() for p in model.parameters()), [X])
     run.weight_casts.make()
     assert not run.weight_casts._casted
+
+
+def test_a_parameter_is_saved_without_what_an_update_marks(tmp_path):
+    """torch.load, as it is by default, knows no class of ours; and a copy casts anew."""
+    model, run = prepared()
+    run.step(loss_of(model), [X])
+    torch.save(dict(model.named_parameters()), tmp_path / "parameters.pt")
+    found = torch.load(tmp_path / "parameters.pt")
+    assert all(torch.equal(found[name], p) for name, p in model.named_parameters())
+    assert torch.equal(copy.deepcopy(model)(X), model(X))

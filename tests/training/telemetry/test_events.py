@@ -53,11 +53,15 @@ def test_non_finite_numbers_are_words_and_numpy_scalars_are_numbers(tmp_path):
     (event,) = read_events(path)
     assert math.isnan(event["loss"])
     for number in (math.nan, math.inf, -math.inf):
-        write(tmp_path / f"{number}.jsonl", ("step", {"loss": number}), ("step", {"where": [{"loss": number}]}))
+        write(
+            tmp_path / f"{number}.jsonl",
+            ("step", {"step": 1, "loss": number}),
+            ("x", {"where": [{"loss": number}]}),
+        )
         one, two = stream_events(tmp_path / f"{number}.jsonl")
         assert repr(one["loss"]) == repr(two["where"][0]["loss"]) == repr(number)
     assert (event["scale"], event["f32"]) == ([math.inf, {"x": -math.inf}], math.inf)
-    write(tmp_path / "e.jsonl", ("step", {"a": np.float32(0.5), "b": np.int64(3), "c": np.bool_(True)}))
+    write(tmp_path / "e.jsonl", ("x", {"a": np.float32(0.5), "b": np.int64(3), "c": np.bool_(True)}))
     (event,) = read_events(tmp_path / "e.jsonl")
     assert (event["a"], event["b"], event["c"]) == (0.5, 3, True)
 

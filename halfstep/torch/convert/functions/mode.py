@@ -190,8 +190,8 @@ WATCHERS: list[Callable[..., None]] = []
 
 
 @cache
-def mode_of(casts: Casts, *, leaf: bool = False, has_split: bool = False, lean: bool = False) -> PolicyMode:
-    """Returns the mode of a precision, one object for each scope."""
+def mode_of(casts: Casts, leaf: bool, has_split: bool, lean: bool, /) -> PolicyMode:
+    """Returns the mode of a precision, one object for each scope: entered again inside itself, it does nothing."""
     mode = PolicyMode(Scope(casts.wide or casts, leaf, has_split, lean))
     mode.traced = TracedMode(mode.scope)
     return mode

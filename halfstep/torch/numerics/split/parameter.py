@@ -13,7 +13,7 @@ tensor and its gradient"). So code that sums over micro-batches must take `param
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -86,6 +86,14 @@ def take_grad(parameter: Tensor) -> Tensor | None:
             return grad
     grad, parameter.grad = parameter.grad, None
     return grad
+
+
+def drop_grads(parameters: Iterable[Tensor]) -> None:
+    """Leaves parameters without a gradient; asks those that have none without a call of Python's each."""
+    for p in parameters:
+        half = p.__dict__.get(SPLIT)
+        if _GRAD.__get__(p) is not None or (half is not None and half.grad_owner.grad is not None):
+            take_grad(p)
 
 
 def _accumulate(parameter: Tensor, grad: Tensor) -> None:

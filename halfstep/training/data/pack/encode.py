@@ -129,7 +129,7 @@ def _lines(block: Block, field: str, skipped: Counter[str]) -> Iterator[tuple[st
             continue  # between records, or after the last
         where = f"`{block.name}`:{number}"
         try:
-            record = parse_json(line)
+            record = parse_json(line, unique=False)
         except UnicodeDecodeError as error:
             raise _not_utf8_error(f"{where}, byte {error.start} of the line") from None
         except ValueError as error:
