@@ -11,6 +11,7 @@ import os
 import re
 import stat
 import tomllib
+from collections import Counter
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,7 @@ def parse_json(content: str | bytes, *, unique: bool = True) -> Any:
 def _table_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise ValueError(f"`{twice}` stands twice in an object")
     return table
 

@@ -102,7 +102,7 @@ def as_device(device: jax.Device | str) -> jax.Device:
 
 
 def default_device() -> jax.Device:
-    """Returns the device that JAX computes on unless it is told otherwise."""
+    """Returns JAX's default device."""
     config: Any = jax.config
     return as_device(config.jax_default_device or jax.local_devices()[0])
 

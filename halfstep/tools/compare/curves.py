@@ -10,6 +10,7 @@ import csv
 import io
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -220,7 +221,7 @@ def _rows(path: Path, content: bytes) -> tuple[list[str], list[tuple[str, list[s
         why = "it is empty" if isinstance(error, ValueError) and not content.strip() else f"it is not CSV: {error}"
         raise CompareInputError(f"`{path}`: {why}", hint="the first line names the columns: step,loss") from None
     names = [name.strip() for name in head[1]]
-    if twice := [name for i, name in enumerate(names) if name and name in names[:i]]:
+    if twice := [name for name, count in Counter(names).items() if name and count > 1]:
         raise CompareInputError(
             f"`{path}` has two columns called `{twice[0]}`", hint="rename or remove one of them"
         )
@@ -314,7 +315,7 @@ def _check_gaps(name: str, column: str, found: Column) -> str:
             f"`{name}`: the column `{column}` holds no number", hint="name another by --column"
         )
     steps = sorted(found.numbers)
-    apart = np.diff([0, *steps])
+    apart = np.diff(steps if len(steps) > 1 else [0, *steps])
     usual, longest = float(np.median(apart)), int(apart.max())
     due = longest if longest < 2 * usual else 2 * longest
     last = max(found.empty, default=0)
@@ -323,9 +324,9 @@ def _check_gaps(name: str, column: str, found: Column) -> str:
             f"`{name}`: the column `{column}` is empty from step {steps[-1]:,} on, and the log ends at {last:,}",
             hint="pandas writes NaN as an empty cell: write nan if the run diverged, or else cut the log there",
         )
-    gaps = [(int(a), int(b)) for a, b in itertools.pairwise(steps) if b - a >= 2 * usual]
-    missing = [(a, b) for a, b in gaps if any(a < step < b for step in found.empty)]
-    return "`{}` has no `{}` between the steps {:,} and {:,}".format(name, column, *missing[0]) if missing else ""
+    gaps = [(a, b) for a, b in itertools.pairwise(sorted({*steps, max(last, steps[-1])})) if b - a >= 2 * usual]
+    missing = [f"between the steps {a:,} and {b:,}" for a, b in gaps if any(a < step <= b for step in found.empty)]
+    return f"`{name}` has no `{column}` {', nor '.join(missing)}" if missing else ""
 
 
 def _find(numbers: Iterable[str], names: tuple[str, ...]) -> str | None:

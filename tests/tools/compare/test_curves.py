@@ -2,6 +2,7 @@
 
 import math
 import os
+import time
 
 import numpy as np
 import pytest
@@ -118,6 +119,28 @@ def test_a_loss_that_ends_before_its_log_is_no_loss_of_the_end(tmp_path, empty):
     with pytest.raises(CompareError, match=r"`loss` is empty from step 60 on, and the log ends at 100") as caught:
         read_log(written(tmp_path, "\n".join(["step,loss,lr", *lines])))
     assert "nan" in caught.value.hint
+
+
+def test_a_log_that_begins_late_ends_no_earlier(tmp_path):
+    lines = [f"{step},{'' if step > 100060 else 3}" for step in range(100001, 100101)]
+    with pytest.raises(CompareError, match=r"`loss` is empty from step 100,060 on"):
+        read_log(written(tmp_path, "\n".join(["step,loss", *lines])))
+
+
+def test_an_end_that_may_be_due_is_said_beside_a_gap(tmp_path):
+    lines = [f"{step},{3 if step <= 30 or 60 < step <= 80 else ''}" for step in range(1, 101)]
+    (curve,) = read_log(written(tmp_path, "\n".join(["step,loss", *lines])))
+    assert [note.partition(" has ")[2] for note in curve.notes] == [
+        "no `loss` between the steps 30 and 61, nor between the steps 80 and 100"
+    ]
+
+
+def test_a_table_of_very_many_columns_is_read_at_once(tmp_path):
+    names = [f"c{i}" for i in range(200_000)]
+    begun = time.monotonic()
+    with pytest.raises(CompareError, match="two columns called `c7`"):
+        read_log(written(tmp_path, ",".join([*names, "c7"]) + "\n1\n"))
+    assert time.monotonic() - begun < 10  # comparing each with each takes minutes
 
 
 def test_a_held_out_loss_that_is_due_after_the_end_is_not_missed(tmp_path):
