@@ -75,9 +75,12 @@ def audit(
     check([], select, ignore, accepted)  # a typo is refused before a script runs
     collected, code = _collect(target, steps, json=json)
     every = check_each(collected.records, select, ignore)
-    keys, chosen = {each.key for each in every}, chosen_rules(select, ignore)
-    # What a run found by itself while it trained, unless it was found again.
-    every += {e.key: e for e in collected.findings if e.rule in chosen and e.key not in keys}.values()
+    chosen = chosen_rules(select, ignore)
+    # What a run counted by itself while it trained stands in place of what formats alone make likely.
+    own = [each for each in collected.findings if each.rule in chosen]
+    counted = {each.rule for each in own}
+    seen = [each for each in every if each.confidence != "likely" or each.rule not in counted]
+    every = [*{each.key: each for each in [*own, *seen]}.values()]
     judged = [each for each in every if any(rule.covers(each) for rule in accepted)]
     found, judged = group(each for each in every if each not in judged), group(judged)
     if json:

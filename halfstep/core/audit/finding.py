@@ -67,7 +67,8 @@ def merge(findings: Sequence[Finding]) -> Finding:
     message = worst.message
     if len(findings) > 1:
         which = "the worst" if len({each.order for each in findings}) > 1 else "one"
-        message += f"; {which} of {len(names)} {worst.cause}: {first_names(names)}"
+        what = worst.cause.removesuffix(f" at {worst.place}")
+        message += f"; {which} of {len(names)} {what}: {first_names(names)}"
     return replace(
         worst,
         message=message,
@@ -114,7 +115,8 @@ class Rule:
         """Returns a finding on one operation, with its number of calls as evidence unless there is better."""
         where = [op.module] if op.module else []
         cure = f'"{op.module}" = "{change}"' if change and op.module else None
-        cause = f"modules at {op.place}" if op.place else f"modules in {op.inside or (op.outputs or ['?'])[0]}"
+        format = op.inside or (op.outputs or ["an unknown format"])[0]
+        cause = f"modules in {format}" + (f" at {op.place}" if op.place else "")
         own = {"evidence": {"calls": op.count}, "cause": cause if where else ""}
         return self.finding(message, *where, place=op.place, policy_rule=cure, **{**own, **more})
 
