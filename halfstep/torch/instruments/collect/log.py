@@ -192,6 +192,8 @@ class TrainingLog:
         if not tracked.steps:
             self.rank = rank_of_process()
             self.trainer = self.trainer or trainer_of(sys._getframe())
+            if any(self.names.get(id(p), "").startswith(f"{tracked.name}.") for p in params_of(optimizer)):
+                self._named.discard(optimizer)  # FSDP2 has put its shards back into the model since backward
         self._began = self._began or time.perf_counter()
         tracked.grad_formats |= {
             id(p): format_name(p.grad.dtype) for p in params_of(optimizer) if p.grad is not None
