@@ -31,8 +31,8 @@ def test_findings_for_people(bad, capsys):
     assert out.splitlines()[:2] == [
         "HS101 error: weights without a master",
         "  `blocks.0.up.weight` is stepped in bf16 by AdamW, without an fp32 master: 98.8% of its intended updates "
-        "were lost, and 2.0% of what was intended arrived; one of 11 tensors in bf16: `blocks.0.up.weight`, "
-        "`blocks.1.up.weight`, `blocks.2.up.weight`, `blocks.3.up.weight` and 7 more",
+        "were lost, and 2.0% of what was intended arrived; one of 11 tensors in bf16: `blocks.0.up.weight` "
+        "98.8%, `blocks.1.up.weight` 98.8%, `blocks.2.up.weight` 98.8%, `blocks.3.up.weight` 98.8% and 7 more",
     ]
     assert out.splitlines()[2].startswith("  fix: ")
     assert out.splitlines()[3] == "  see docs/audit.md#hs101"

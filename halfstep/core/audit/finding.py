@@ -1,7 +1,7 @@
 """What a rule is, and what it says when it is broken."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -68,7 +68,8 @@ def merge(findings: Sequence[Finding]) -> Finding:
     if len(findings) > 1:
         which = "the worst" if len({each.order for each in findings}) > 1 else "one"
         what = worst.cause.removesuffix(f" at {worst.place}")
-        message += f"; {which} of {len(names)} {what}: {first_names(names)}"
+        shares = {name: -each.order[1] for each in findings for name in each.where}
+        message += f"; {which} of {len(names)} {what}: {first_names(names, shares)}"
     return replace(
         worst,
         message=message,
@@ -129,10 +130,11 @@ def define_rule(id: str, name: str, severity: Severity, **texts: str) -> Callabl
     return lambda check: Rule(id, name, severity, check, **texts)
 
 
-def first_names(names: list[str], most: int = 4) -> str:
-    """Returns the first few names for a message, and how many there are beyond them."""
-    quoted = ", ".join(f"`{name}`" for name in names[:most]) or "the loop"
-    return quoted + (f" and {len(names) - most} more" if len(names) > most else "")
+def first_names(names: list[str], shares: Mapping[str, float] | None = None, most: int = 4) -> str:
+    """Returns the first few names for a message, with their shares if given, and how many there are beyond them."""
+    known = shares or {}
+    quoted = [f"`{name}` {known[name]:.1%}" if known.get(name) else f"`{name}`" for name in names[:most]]
+    return (", ".join(quoted) or "the loop") + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def rule_for(parameter: str, change: str) -> str:
