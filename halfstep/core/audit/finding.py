@@ -109,7 +109,7 @@ class Rule:
     def finding_on_weight(self, weight: Weight, message: str, change: str = "", **more: Any) -> Finding:
         """Returns a finding on one weight; `change` is what a rule of the policy would set, as in `param=fp32`."""
         cure = rule_for(weight.name, change) if change else None
-        cause = f"tensors in {weight.stepped}"
+        cause = f"{'adapters' if weight.kind == 'adapter' else 'tensors'} in {weight.stepped}"
         return self.finding(message, weight.name, place=weight.place, policy_rule=cure, **{"cause": cause, **more})
 
     def finding_on_operation(self, op: Operation, message: str, change: str = "", **more: Any) -> Finding:
