@@ -78,7 +78,7 @@ def plan(
 
 @contextmanager
 def _telling_that_it_works() -> Iterator[None]:
-    """Inside, says after 3, 6, 12, ... seconds that a step is still being followed: a compiled one can take a minute."""
+    """Inside, says after 3, 6, 12, ... seconds that a step is still being followed."""
     over, began = threading.Event(), time.monotonic()
 
     def tell() -> None:

@@ -191,7 +191,7 @@ def _reserved(traced: Any, ledger: Any, machine: Machine, job: Job) -> int:
 
 
 def _largest(traced: Any, machine: Machine, job: Job) -> int:
-    """Returns the largest batch that fits. Memory is nearly a line in the batch: few have to be tried around it."""
+    """Returns the largest batch that fits; memory is nearly linear in it, so that few have to be tried."""
 
     def left(batch: int) -> int:
         return machine.memory - _reserved(traced, traced.with_batch(batch), machine, job)

@@ -36,7 +36,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -276,7 +276,7 @@ class Findings:
         self._known: set[tuple[str, str]] = set()
 
     def new(self, counts: NDArray[Any], weights: NDArray[Any], steps: int) -> list[Finding]:
-        """Returns the mistakes that the numbers of `steps` steps show, by the layers that were not named before."""
+        """Returns the mistakes in the numbers of `steps` steps, by the layers that were not named before."""
         found = [*check_each(self._record(counts, steps), select=["HS409", "HS410"]), *self._lost_updates(weights)]
         fresh = [each for each in found if (each.rule, each.where[0]) not in self._known]
         self._known |= {(each.rule, each.where[0]) for each in fresh}

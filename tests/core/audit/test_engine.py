@@ -126,7 +126,10 @@ def test_one_mistake_is_one_finding_that_names_the_worst_and_lists_all():
     (found,) = check(lossy(900, names=names), select=["HS101"])
     assert (found.rule, found.where, found.severity) == ("HS101", names, "error")
     assert found.message.startswith("`blocks.0.up.weight` is stepped in bf16 by AdamW")
-    assert "; the worst of 61 tensors in bf16: `blocks.0.up.weight` 90.1%, `blocks.1.up.weight` 90.0%, " in found.message
+    assert (
+        "; the worst of 61 tensors in bf16: `blocks.0.up.weight` 90.1%, `blocks.1.up.weight` 90.0%, "
+        in found.message
+    )
     assert found.message.endswith(" and 57 more")
     assert (found.evidence["lost"], found.each["blocks.60.up.weight"]["lost"]) == (901, 900)
     assert found.policy_rule.splitlines()[60] == '"blocks.60.up" = "param=fp32"'

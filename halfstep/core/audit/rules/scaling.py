@@ -221,7 +221,7 @@ _ROUNDING = 0.01
 def _calls_on_scaled_gradients(record: Record, what: CallKind) -> dict[str | None, list[tuple[Call, float]]]:
     """Returns the calls whose gradients still carried the scale, each with that scale, by the line that made them.
 
-    Gradients that are not finite do not show whether they were divided: what the line does in other updates says so.
+    Gradients that are not finite do not show whether they were divided: other updates of the same line do.
     """
     scale, found = 1.0, dict[str | None, list[tuple[Call, float]]]()
     unclear: dict[str | None, list[tuple[Call, float]]] = {}

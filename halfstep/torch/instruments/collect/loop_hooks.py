@@ -17,8 +17,8 @@ from halfstep.torch.instruments.collect.models import params_of, unwrap, version
 from halfstep.torch.instruments.collect.patches import Around, Patches, is_watched
 from halfstep.torch.instruments.collect.tensors import format_name, local, tensors_of
 
-# Elements of how many gradients show what happened to all between backward and step. A single one may be zero: rows of
-# an embedding that no token used.
+# Elements of a gradient that show what happened to it between backward and step, and of how many gradients: those of
+# one may be zero, as the rows of an embedding that no token used.
 PROBE, PROBES = 1024, 16
 MOST_NAMES = 8  # of tensors in one call
 
@@ -42,9 +42,9 @@ def install(log: TrainingLog, patches: Patches) -> None:
 
 def probe_of(params: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Returns some parameters that have a dense gradient, each with a copy of the gradient's first elements."""
-    dense = [p for p in params if p.grad is not None and not p.grad.is_sparse]
-    here = [p for p in dense if p.device == dense[0].device]
-    return [(p, _first(p.grad).clone()) for p in here[:: len(here) // PROBES + 1]]
+    dense = [(p, p.grad) for p in params if p.grad is not None and not p.grad.is_sparse]
+    here = [(p, grad) for p, grad in dense if p.device == dense[0][0].device]
+    return [(p, _first(grad).clone()) for p, grad in here[:: len(here) // PROBES + 1]]
 
 
 def applied_divisor(probe: list[tuple[Tensor, Tensor]]) -> Any:

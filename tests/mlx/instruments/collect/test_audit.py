@@ -159,7 +159,6 @@ def test_what_was_counted_as_lost_is_what_did_not_move():
     assert weight["arrived"] == 0
 
 
-
 def test_an_optimizer_that_mixes_elements_makes_a_weaker_finding():
     model = narrow(Model(), "blocks.5.up")
     findings = audit(model, optimizers.Adafactor(1e-3), loss_fn, TOKENS, steps=1, select=["HS101"])

@@ -191,7 +191,7 @@ def test_a_clip_names_line_scale_and_norm():
 
 
 def clips_of_embeddings(bad=()):
-    """Clips 20 times before it unscales, and breaks off after the clip of update 21; each uses few of the tokens."""
+    """Clips before it unscales, with few of the tokens in each batch; breaks off after the clip of update 21."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(256, 64), nn.Linear(64, 256))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

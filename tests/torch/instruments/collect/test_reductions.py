@@ -82,7 +82,9 @@ def sharded_in_bf16():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 1)).to(BF16)
         fully_shard(model[1])
-        fully_shard(model)  # between forward and backward, the root has its whole parameters in place of the shards
+        fully_shard(
+            model
+        )  # between forward and backward, the root has its whole parameters in place of the shards
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         for _ in range(2):
             model(torch.arange(4)).float().mean().backward()
