@@ -34,11 +34,8 @@ def check_norms(rule: Rule, record: Record) -> Iterator[Finding]:
         if accident and op.module in narrow_gains - named:
             named.add(op.module)
             message = f"{_name(op)} has gains in {op.inputs[-1]}; most norms of the model have them in fp32"
-            unsure = {
-                "severity": "warning",
-                "confidence": "likely",
-                "cause": f"norms with gains in {op.inputs[-1]}",
-            }
+            cause = f"norms with gains in {op.inputs[-1]}"
+            unsure = {"severity": "warning", "confidence": "likely", "cause": cause}
             yield rule.finding_on_operation(op, message, "norm=fp32", **unsure)
 
 

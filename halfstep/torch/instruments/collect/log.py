@@ -51,9 +51,8 @@ class TrackedOptimizer:
     steps: int = 0  # skipped ones included
     micro: int = 0  # how many backward passes its gradients are the sum of
     scaled: bool = False  # its gradients are those of a scaled loss, and no scaler has unscaled them
-    probe: list[tuple[Tensor, Tensor]] = field(
-        default_factory=list
-    )  # parameters, parts of gradients after backward
+    # Parameters, and parts of their gradients after backward.
+    probe: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     ratio: Any = 1.0  # what the script itself has divided the gradients by since then
     grad_formats: dict[int, str] = field(default_factory=dict)  # by id of a parameter
     version: int | None = None  # of its first parameter, after its last step or at the last zeroing

@@ -17,8 +17,8 @@ from halfstep.torch.instruments.collect.models import params_of, unwrap, version
 from halfstep.torch.instruments.collect.patches import Around, Patches, is_watched
 from halfstep.torch.instruments.collect.tensors import format_name, local, tensors_of
 
-# Elements of a gradient that show what happened to it between backward and step, and of how many gradients: those of
-# one may be zero, as the rows of an embedding that no token used.
+# Elements of a gradient that show what happened to it between backward and step, and how many gradients are looked
+# at: those of one may be zero, as the rows of an embedding that no token used.
 PROBE, PROBES = 1024, 16
 MOST_NAMES = 8  # of tensors in one call
 
