@@ -7,6 +7,7 @@ import pytest
 from halfstep.cli.main import run
 from halfstep.config.load import load, read_policy
 from halfstep.core.audit.engine import registry
+from halfstep.core.audit.finding import Finding
 from halfstep.core.audit.record import Buffer, Record, UpdateCounts, Weight
 from halfstep.core.policy import Policy
 from halfstep.tools.audit import script, targets
@@ -54,6 +55,14 @@ def test_findings_of_some_ranks_say_which(bad, monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].endswith(" and 7 more [ranks 0, 1]")
     assert lines[6].endswith("frequencies of rotary positions, is in bf16 [rank 1]")
+
+
+def test_what_a_run_counted_stands_in_place_of_what_formats_make_likely(bad, monkeypatch, data_of):
+    for weight in bad.weights:
+        weight.updates = None
+    counted = Finding("HS101", "m", "error", "certain", "f", "p", where=["blocks.3.up"])
+    monkeypatch.setattr(targets, "collect", lambda target, steps: Collected([bad], [counted]))
+    assert [each["where"] for each in data_of("audit", "x:y", code=1)["findings"]] == [["blocks.3.up"]]
 
 
 def test_a_recipe_of_ours_is_clean(capsys):
