@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 STDERR = 2
 STEPS = 20
-SHOWN = 8  # findings of one rule, the others are counted; --json has all
 Ids = Annotated[tuple[str, ...], Parameter(negative="", show_default=False)]
 
 
@@ -56,7 +55,7 @@ def audit(
     rules
         List all rules.
     """
-    from halfstep.core.audit.engine import check, chosen_rules
+    from halfstep.core.audit.engine import check, check_each, chosen_rules, group
     from halfstep.tools.audit.settings import read_accepted
 
     select, ignore = _split(select), _split(ignore)
@@ -75,23 +74,27 @@ def audit(
     accepted = read_accepted(accept)
     check([], select, ignore, accepted)  # a typo is refused before a script runs
     collected, code = _collect(target, steps, json=json)
-    every = check(collected.records, select, ignore)
-    keys, chosen = {each.key for each in every}, chosen_rules(select, ignore)
-    # What a run found by itself while it trained, unless it was found again.
-    every += {e.key: e for e in collected.findings if e.rule in chosen and e.key not in keys}.values()
-    found = [each for each in every if not any(rule.covers(each) for rule in accepted)]
+    every = check_each(collected.records, select, ignore)
+    chosen = chosen_rules(select, ignore)
+    # What a run counted by itself while it trained stands in place of what formats alone make likely.
+    own = [each for each in collected.findings if each.rule in chosen]
+    counted = {each.rule for each in own}
+    seen = [each for each in every if each.confidence != "likely" or each.rule not in counted]
+    every = [*{each.key: each for each in [*own, *seen]}.values()]
+    judged = [each for each in every if any(rule.covers(each) for rule in accepted)]
+    found, judged = group(each for each in every if each not in judged), group(judged)
     if json:
         data = {
             "target": list(target),
             "findings": [each.to_dict() for each in found],
-            "accepted": len(every) - len(found),
+            "accepted": len(judged),
             "unseen": collected.unseen,
             "updates": max((record.updates for record in collected.records), default=0),
             "complete": code == 0,
         }
         print_json(data)
     else:
-        _print(target, collected, found, len(every) - len(found))
+        _print(target, collected, found, len(judged))
     if fix_policy is not None:
         _write_policy(fix_policy, collected, found)
     return 1 if any(each.severity != "note" for each in found) else code
@@ -132,13 +135,12 @@ def _print(target: Sequence[str], collected: "Collected", found: "list[Finding]"
     for id, group in groups.items():
         rule = registry()[id]
         print(f"{id} {group[0].severity}: {rule.name}")
-        for each in sorted(group, key=lambda each: -each.evidence.get("lost_share", 0.0))[:SHOWN]:
+        for each in group:
             place = f"{each.place}: " if each.place and each.place not in each.message else ""
             sure = "" if each.confidence == "certain" else f" ({each.confidence})"
-            ranks = f" [ranks {', '.join(map(str, each.ranks))}]" if len(each.ranks) > 1 else ""
+            named = f" [rank{'s' * (len(each.ranks) > 1)} {', '.join(map(str, each.ranks))}]"
+            ranks = named if each.ranks and len(collected.records) > 1 else ""
             print(as_message(f"  {place}{each.message}{sure}{ranks}"))
-        if len(group) > SHOWN:
-            print(f"  and {len(group) - SHOWN} more of the same; --json lists all")
         print(as_message(f"  fix: {group[0].fix}"))
         print(f"  see {rule.page}\n")
     for text in collected.unseen:

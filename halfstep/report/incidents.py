@@ -38,7 +38,7 @@ NAMES = {
 
 SHOWN = 50  # the last rows; events.jsonl has the rest
 OFFSETS = 4  # how many places in the data a row names
-NAMED = 8  # how many tensors or modules a finding names
+NAMED = 8  # how many tensors or modules a finding names; the others unfold
 
 
 @dataclass
@@ -272,7 +272,8 @@ def findings(events: list[Event]) -> list[dict[str, Any]]:
 
 def _finding(event: Event, names: list[str]) -> dict[str, Any]:
     more = f" and {plural(len(names) - NAMED, 'other')}" if len(names) > NAMED else ""
-    named = ", ".join(f"`{name.replace('`', '')}`" for name in names[:NAMED]) + more
+    quoted = [f"`{name.replace('`', '')}`" for name in names]
+    named = ", ".join(quoted[:NAMED]) + more
     place, numbers, confidence = (event.get(name) for name in ("place", "evidence", "confidence"))
     evidence = [f"{k} {plain(number(v))}" for k, v in numbers.items()] if isinstance(numbers, dict) else []
     if confidence not in (None, "certain"):
@@ -283,7 +284,8 @@ def _finding(event: Event, names: list[str]) -> dict[str, Any]:
         "step": int(number(event.get("step") or 0)),
         "message": str(event.get("message")),
         "where": ", at ".join(part for part in (named, f"`{place}`" if place else "") if part),
+        "others": quoted[NAMED:],
         "evidence": ", ".join(evidence),
         "fix": str(event.get("fix") or ""),
-        "policy_rule": str(event.get("policy_rule") or ""),
+        "policy_rules": str(event.get("policy_rule") or "").splitlines(),
     }

@@ -7,7 +7,8 @@ import pytest
 from halfstep.cli.main import run
 from halfstep.config.load import load, read_policy
 from halfstep.core.audit.engine import registry
-from halfstep.core.audit.record import Record, UpdateCounts, Weight
+from halfstep.core.audit.finding import Finding
+from halfstep.core.audit.record import Buffer, Record, UpdateCounts, Weight
 from halfstep.core.policy import Policy
 from halfstep.tools.audit import script, targets
 from halfstep.tools.audit.targets import Collected
@@ -28,21 +29,40 @@ def bad(monkeypatch, tmp_path):
 def test_findings_for_people(bad, capsys):
     assert run(["audit", "x:y"]) == 1
     out, err = capsys.readouterr()
-    lines = out.splitlines()
-    assert lines[:2] == [
+    assert out.splitlines()[:2] == [
         "HS101 error: weights without a master",
-        "  `blocks.0.up.weight` is stepped in bf16 by AdamW, without an fp32 master: 98.8% of its intended updates were lost, and 2.0% of what was intended arrived",
+        "  `blocks.0.up.weight` is stepped in bf16 by AdamW, without an fp32 master: 98.8% of its intended updates "
+        "were lost, and 2.0% of what was intended arrived; one of 11 tensors in bf16: `blocks.0.up.weight` "
+        "98.8%, `blocks.1.up.weight` 98.8%, `blocks.2.up.weight` 98.8%, `blocks.3.up.weight` 98.8% and 7 more",
     ]
-    assert lines[9] == "  and 3 more of the same; --json lists all"
-    assert lines[10].startswith("  fix: ")
-    assert lines[11] == "  see docs/audit.md#hs101"
-    assert err.splitlines() == ["not seen: compiled code", "x:y: 11 errors (20 updates watched)"]
+    assert out.splitlines()[2].startswith("  fix: ")
+    assert out.splitlines()[3] == "  see docs/audit.md#hs101"
+    assert err.splitlines() == ["not seen: compiled code", "x:y: 1 error (20 updates watched)"]
 
 
 def test_findings_for_programs(bad, data_of):
     data = data_of("audit", "x:y", code=1)
-    assert (len(data["findings"]), data["unseen"], data["updates"]) == (11, ["compiled code"], 20)
-    assert data["findings"][0]["evidence"]["lost_share"] == 0.988
+    (finding,) = data["findings"]
+    assert (len(finding["where"]), data["unseen"], data["updates"]) == (11, ["compiled code"], 20)
+    assert finding["evidence"]["lost_share"] == finding["each"]["blocks.7.up.weight"]["lost_share"] == 0.988
+
+
+def test_findings_of_some_ranks_say_which(bad, monkeypatch, capsys):
+    other = Record("script", rank=1, updates=20, buffers=[Buffer("rope.inv_freq", "bf16", "rope")])
+    other.weights = bad.weights
+    monkeypatch.setattr(targets, "collect", lambda target, steps: Collected([bad, other]))
+    assert run(["audit", "x:y"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].endswith(" and 7 more [ranks 0, 1]")
+    assert lines[6].endswith("frequencies of rotary positions, is in bf16 [rank 1]")
+
+
+def test_what_a_run_counted_stands_in_place_of_what_formats_make_likely(bad, monkeypatch, data_of):
+    for weight in bad.weights:
+        weight.updates = None
+    counted = Finding("HS101", "m", "error", "certain", "f", "p", where=["blocks.3.up"])
+    monkeypatch.setattr(targets, "collect", lambda target, steps: Collected([bad], [counted]))
+    assert [each["where"] for each in data_of("audit", "x:y", code=1)["findings"]] == [["blocks.3.up"]]
 
 
 def test_a_recipe_of_ours_is_clean(capsys):
@@ -61,7 +81,9 @@ def test_accepted_findings_are_left_out(bad, tmp_path, capsys):
     file = tmp_path / "halfstep-audit.toml"
     file.write_text('[[accept]]\nrule = "HS101"\nnames = ["blocks.?.up.*"]\nreason = "a study"\n')
     assert run(["audit", "x:y"]) == 1
-    assert "x:y: 1 error, 10 accepted (20 updates watched)" in capsys.readouterr().err
+    assert "x:y: 1 error, 1 accepted (20 updates watched)" in (seen := capsys.readouterr()).err
+    assert "blocks.10.up" in seen.out
+    assert "blocks.9.up" not in seen.out
     file.write_text('[[accept]]\nrule = "HS101"\nreason = "a study"\n')
     assert run(["audit", "x:y"]) == 0
     file.rename(tmp_path / "other.toml")

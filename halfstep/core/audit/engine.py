@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from halfstep.core.audit.finding import SEVERITIES, Finding, Rule
+from halfstep.core.audit.finding import SEVERITIES, Finding, Rule, merge
 from halfstep.core.audit.record import Record
 from halfstep.core.audit.rules import checkpoints, formats, loop, scaling, sums, updates
 from halfstep.core.errors import OptionError, did_you_mean
@@ -44,24 +44,41 @@ def check(
     ignore: Iterable[str] = (),
     suppressed: Sequence[Suppression] = (),
 ) -> list[Finding]:
-    """Returns what is wrong, worst first; a finding that several ranks show is one.
+    """Returns the mistakes that were made, worst first.
 
     `select` and `ignore` take ids and their beginnings, as in `HS1`; without `select`, all rules are checked.
     """
-    chosen = chosen_rules(select, ignore)
     for each in suppressed:
         _matching_ids(each.rule, exact=True)
-    merged: dict[object, Finding] = {}
+    found = check_each(records, select, ignore)
+    return group([each for each in found if not any(rule.covers(each) for rule in suppressed)])
+
+
+def check_each(
+    records: Record | Sequence[Record], select: Iterable[str] = (), ignore: Iterable[str] = ()
+) -> list[Finding]:
+    """Returns a finding for each tensor, module or line that breaks a rule; what several ranks show is one."""
+    found: dict[object, Finding] = {}
+    chosen = chosen_rules(select, ignore)
     for record in [records] if isinstance(records, Record) else records:
         for id in chosen:
             rule = registry()[id]
             for finding in rule.check(rule, record):
                 if record.framework == "jax" and rule.fix_jax:
                     finding = replace(finding, fix=rule.fix_jax)
-                seen = merged.get(finding.key)
-                merged[finding.key] = (seen or replace(finding, ranks=[])).also_on([record.rank])
-    kept = [f for f in merged.values() if not any(each.covers(f) for each in suppressed)]
-    return sorted(kept, key=lambda f: (SEVERITIES.index(f.severity), f.rule))
+                seen = found.get(finding.key)
+                found[finding.key] = (
+                    seen.also_on(record.rank, finding) if seen else replace(finding, ranks=[record.rank])
+                )
+    return [*found.values()]
+
+
+def group(findings: Iterable[Finding]) -> list[Finding]:
+    """Returns one finding for each mistake, worst first."""
+    mistakes: dict[object, list[Finding]] = {}
+    for each in findings:
+        mistakes.setdefault((each.rule, each.cause) if each.cause else each.key, []).append(each)
+    return sorted(map(merge, mistakes.values()), key=lambda each: (SEVERITIES.index(each.severity), each.rule))
 
 
 def chosen_rules(select: Iterable[str] = (), ignore: Iterable[str] = ()) -> list[str]:

@@ -18,6 +18,7 @@ from halfstep.core.policy import Policy
 ROLES = ("weights", "masters", "gradients", "moments", "activations", "logits", "buffers", "workspace")
 Range = tuple[float, float]
 BUCKET = 2 * 4 * 2**23  # what DDP's side of halfstep averages at once, and its copy
+MOST = 2**20  # sequences in a batch
 GATHERED = 2  # blocks whose weights are whole at once under FSDP2: one computes, the next arrives
 
 
@@ -190,19 +191,22 @@ def _reserved(traced: Any, ledger: Any, machine: Machine, job: Job) -> int:
 
 
 def _largest(traced: Any, machine: Machine, job: Job) -> int:
-    def fits(batch: int) -> bool:
-        return _reserved(traced, traced.with_batch(batch), machine, job) <= machine.memory
+    """Returns the largest batch that fits; memory is nearly linear in it, so that few have to be tried."""
 
-    if not fits(1):
+    def left(batch: int) -> int:
+        return machine.memory - _reserved(traced, traced.with_batch(batch), machine, job)
+
+    low, high, step, batch = 1, MOST, 1, MOST
+    if (least := left(low)) < 0:
         return 0
-    low, high = 1, 2
-    while fits(high):
-        low, high = high, 2 * high
-        if high > 2**20:
-            return low
+    if (now := left(high)) >= 0:
+        return high
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        of_a_row = max(1, (least - now) // (batch - 1))
+        guess = batch + now // of_a_row + (step if now >= 0 else 0)
+        batch = guess if low < guess < high else (low + high) // 2
+        now, step = left(batch), 2 * step
+        low, high = (batch, high) if now >= 0 else (low, batch)
     return low
 
 

@@ -36,7 +36,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -45,7 +45,7 @@ from numpy.typing import NDArray
 
 from halfstep.config.run import RunConfig
 from halfstep.config.session import Session, Tokens, Unread
-from halfstep.core.audit.engine import check, registry
+from halfstep.core.audit.engine import check_each, group, registry
 from halfstep.core.audit.finding import Finding, rule_for
 from halfstep.core.audit.record import Operation, Record, is_narrow
 from halfstep.core.compare.shadow import Shadow
@@ -276,12 +276,11 @@ class Findings:
         self._known: set[tuple[str, str]] = set()
 
     def new(self, counts: NDArray[Any], weights: NDArray[Any], steps: int) -> list[Finding]:
-        """Returns the findings in the numbers of `steps` steps that were not reported before, one per rule."""
-        found = [*check(self._record(counts, steps), select=["HS409", "HS410"]), *self._lost_updates(weights)]
+        """Returns the mistakes in the numbers of `steps` steps, by the layers that were not named before."""
+        found = [*check_each(self._record(counts, steps), select=["HS409", "HS410"]), *self._lost_updates(weights)]
         fresh = [each for each in found if (each.rule, each.where[0]) not in self._known]
         self._known |= {(each.rule, each.where[0]) for each in fresh}
-        rules = dict.fromkeys(each.rule for each in fresh)
-        return [_merge_findings([each for each in fresh if each.rule == rule]) for rule in rules]
+        return group(fresh)
 
     def _record(self, counts: NDArray[Any], steps: int) -> Record:
         smallest = 0.0 if steps >= STEPS and counts[:, GRADIENT, AMAX].any() else np.finfo(np.float32).tiny
@@ -309,6 +308,7 @@ class Findings:
                     layer.name,
                     evidence={"lost_share": lost},
                     policy_rule=rule_for(f"{layer.name}.weight", "param=fp32"),
+                    cause=f"layers with weights in {stepped}",
                 )
 
 
@@ -322,17 +322,6 @@ def _operation(layer: LayerInfo, role: str, row: NDArray[Any]) -> Operation:
     counts = {"overflow": int(row[OVERFLOW]), "underflow": int(row[UNDERFLOW]), "elements": int(row[COUNT])}
     about = {"backward": backward, "function": "" if backward else "cast of what enters"}
     return Operation(layer.name, "other", outputs=[format], amax=float(row[AMAX]), **counts, **about)  # type: ignore[arg-type]
-
-
-def _merge_findings(findings: list[Finding]) -> Finding:
-    """Returns one finding for several of a rule: that of the first layer, with the names of all."""
-    first, *others = findings
-    if not others:
-        return first
-    names = [name for each in findings for name in each.where]
-    shown = ", ".join(names[1:4]) + (", ..." if len(names) > 4 else "")
-    more = f"; the same in {len(others)} other layer{'s' if len(others) > 1 else ''}: {shown}"
-    return replace(first, message=first.message + more, where=names)
 
 
 def shadow_finding(shadow: Shadow) -> Finding | None:

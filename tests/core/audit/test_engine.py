@@ -95,13 +95,65 @@ def test_a_rule_that_does_not_exist_is_refused(name):
 def test_a_suppression_covers_the_names_it_matches():
     accepted = Suppression("HS105", "a study of fp16", ("a.*",))
     left = check(half(), select=["HS105"], suppressed=[accepted])
-    assert [f.where for f in left] == [["b.weight"]]
+    assert [(f.where, "b.weight" in f.message, "a.weight" in f.message) for f in left] == [
+        (["b.weight"], True, False)
+    ]
     assert check(half(), select=["HS105"], suppressed=[Suppression("HS105", "all of it")]) == []
 
 
 def test_ranks_that_show_the_same_are_one_finding():
-    found = check([half(0), half(1)], select=["HS105"])
-    assert [(f.where, f.ranks) for f in found] == [(["a.weight"], [0, 1]), (["b.weight"], [0, 1])]
+    (found,) = check([half(0), half(1)], select=["HS105"])
+    assert (found.where, found.ranks) == (["a.weight", "b.weight"], [0, 1])
+    assert "on rank" not in found.message
+
+
+def lossy(lost, rank=0, names=("a.weight", "b.weight"), **more):
+    """A rank whose weights are bf16 and have lost some of 1,000 updates, the first of them one more."""
+    counts = [UpdateCounts(steps=2, intended=1000, lost=lost + (not i)) for i in range(len(names))]
+    weights = [Weight(n, "bf16", optimizer="AdamW", updates=c) for n, c in zip(names, counts, strict=True)]
+    return Record("script", rank=rank, weights=weights, **more)
+
+
+def test_numbers_that_differ_between_ranks_say_whose_they_are():
+    (found,) = check([lossy(900), lossy(500, rank=1)], select=["HS101"])
+    assert "90.1% of its intended updates were lost (on rank 0)" in found.message
+    assert (found.ranks, found.evidence["lost"]) == ([0, 1], 901)
+    assert "on rank" not in check([lossy(900), lossy(900, rank=1)], select=["HS101"])[0].message
+
+
+def test_one_mistake_is_one_finding_that_names_the_worst_and_lists_all():
+    names = [f"blocks.{i}.up.weight" for i in range(61)]
+    (found,) = check(lossy(900, names=names), select=["HS101"])
+    assert (found.rule, found.where, found.severity) == ("HS101", names, "error")
+    assert found.message.startswith("`blocks.0.up.weight` is stepped in bf16 by AdamW")
+    assert (
+        "; the worst of 61 tensors in bf16: `blocks.0.up.weight` 90.1%, `blocks.1.up.weight` 90.0%, "
+        in found.message
+    )
+    assert found.message.endswith(" and 57 more")
+    assert (found.evidence["lost"], found.each["blocks.60.up.weight"]["lost"]) == (901, 900)
+    assert found.policy_rule.splitlines()[60] == '"blocks.60.up" = "param=fp32"'
+
+
+def test_a_tensor_that_lost_nothing_is_part_of_a_mistake_that_lost_much():
+    record = lossy(900)
+    record.weights[0].updates = None  # a warning by itself
+    record.weights[1].optimizer = "Muon"
+    (found,) = check(record, select=["HS101"])
+    assert (found.severity, found.where) == ("error", ["a.weight", "b.weight"])
+    assert found.message.startswith("`b.weight` is stepped in bf16 by Muon")
+
+
+def test_two_mistakes_of_one_rule_stay_two():
+    norms = [Operation(f"{i}.norm", "norm", inside="bf16", place=f"model.py:{3 + i % 2}") for i in range(6)]
+    found = check(Record("script", operations=norms), select=["HS401"])
+    assert [(f.place, f.where) for f in found] == [
+        ("model.py:3", ["0.norm", "2.norm", "4.norm"]),
+        ("model.py:4", ["1.norm", "3.norm", "5.norm"]),
+    ]
+    mixed = lossy(900)
+    mixed.weights[1].format = "fp16"
+    assert [f.where for f in check(mixed, select=["HS101"])] == [["a.weight"], ["b.weight"]]
 
 
 def test_a_finding_comes_back_from_json():

@@ -148,13 +148,14 @@ def test_findings_are_listed_once_each_with_the_worst_first():
     assert "Findings" not in Page(render(run(20), "x")).text
 
 
-def test_many_names_are_cut_and_a_policy_rule_is_shown():
+def test_of_many_names_the_others_unfold_and_a_policy_rule_is_shown():
     names = [f"blocks.{i}.norm" for i in range(30)]
-    rule = '"blocks.*.norm" = "norm=fp32"'
-    text = Page(render([*run(20), finding("HS401", "odd", "m", where=names, policy_rule=rule)], "x")).text
-    assert "blocks.7.norm and 22 others" in text
-    assert "blocks.8.norm" not in text
-    assert f"Rule of a policy: {rule}" in text
+    rules = [f'"{name}" = "norm=fp32"' for name in names]
+    html = render([*run(20), finding("HS401", "odd", "m", where=names, policy_rule="\n".join(rules))], "x")
+    assert "blocks.7.norm and 22 others" in Page(html).text
+    folded = html.split("<summary>the 22 others</summary>")[1].split("</details>")[0]
+    assert [name for name in names if f"<code>{name}</code>" in folded] == names[8:]
+    assert f"Rule of a policy: {rules[0]}, and 29 more like it" in Page(html).text
 
 
 def test_the_cause_of_a_nan_is_a_row_with_its_data_and_a_mark_on_the_loss():

@@ -3,13 +3,18 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 from halfstep.config.load import load
 from halfstep.config.machines import Machine, Rates, Timed, load_machine
 from halfstep.core.errors import ConfigError
 from halfstep.core.policy import Policy
 from halfstep.tools.plan.machine import save
-from halfstep.tools.plan.plan import plan_recipe, spread
+from halfstep.tools.plan.plan import plan_factory, plan_recipe, spread
+from halfstep.torch.instruments.planning.step import trace_factory
+from halfstep.torch.instruments.planning.tracker import Ledger
+from halfstep.torch.update.step import Engine
 
 H200 = load_machine("h200")
 SMALL = ["model.layers=2", "model.width=32", "model.heads=2", "model.context=16", "model.vocabulary=64"]
@@ -56,6 +61,34 @@ def test_a_batch_that_does_not_fit_names_the_largest_that_does():
     assert not plan.fits
     assert 0 < plan.largest_batch < 64 < whole.largest_batch
     assert plan.to_dict()["price"] == [hours * 2.5 for hours in plan.gpu_hours]
+
+
+def layered():
+    """A model as wide as GPT-2, and a batch of 8 rows."""
+    layers = (nn.Linear(768, 768) for _ in range(6))
+    model = nn.Sequential(nn.Embedding(50304, 768), *layers, nn.Linear(768, 50304))
+    tokens = torch.zeros(8, 1024, dtype=torch.int64)
+    return model, torch.optim.AdamW(model.parameters()), lambda b: model(b).square().mean(), tokens
+
+
+@pytest.mark.parametrize("mib", [500, 2000, 8000, 40000, 143156])
+def test_the_largest_batch_is_found_in_a_few_looks_at_the_allocator(mib, monkeypatch):
+    """Of a step that is traced once, in two updates: the first makes the optimizer's state."""
+    updates, looks = [], []
+    step, reserved = Engine.step, Ledger.reserved
+    monkeypatch.setattr(Engine, "step", lambda *given: updates.append(1) or step(*given))
+    monkeypatch.setattr(Ledger, "reserved", lambda ledger: looks.append(1) or reserved(ledger))
+    machine = replace(H200, memory=mib * 2**20)
+    plan = plan_factory(layered, BF16, machine, 1, 0.0, compiled=False, steps=10)
+    assert len(updates) == 2
+    assert len(looks) <= 8  # one of them for the batch that was asked for
+    traced = trace_factory(layered, BF16, machine.hardware, compiled=False)
+    fits = [_fits(traced, batch, machine) for batch in (max(plan.largest_batch, 1), plan.largest_batch + 1)]
+    assert fits == [plan.largest_batch > 0, False]
+
+
+def _fits(traced, batch, machine):
+    return traced.with_batch(batch).reserved() + machine.context <= machine.memory
 
 
 @pytest.mark.prove

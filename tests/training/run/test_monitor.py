@@ -244,7 +244,7 @@ def test_findings_name_the_layers_once():
     assert finding.rule == "HS410"
     assert finding.where == [f"blocks.{i}.mlp.up" for i in range(3)]
     assert (
-        "73% of those of what `blocks.0.mlp.up` returns are too small; the same in 2 other layers"
+        "73% of those of what `blocks.0.mlp.up` returns are too small; one of 3 modules in fp16: `blocks.0"
         in finding.message
     )
     (finding,) = found(lost=0.845)

@@ -34,7 +34,9 @@ def check_norms(rule: Rule, record: Record) -> Iterator[Finding]:
         if accident and op.module in narrow_gains - named:
             named.add(op.module)
             message = f"{_name(op)} has gains in {op.inputs[-1]}; most norms of the model have them in fp32"
-            yield rule.finding_on_operation(op, message, "norm=fp32", severity="warning", confidence="likely")
+            cause = f"norms with gains in {op.inputs[-1]}"
+            unsure = {"severity": "warning", "confidence": "likely", "cause": cause}
+            yield rule.finding_on_operation(op, message, "norm=fp32", **unsure)
 
 
 def _name(op: Operation) -> str:
@@ -119,7 +121,7 @@ def check_buffers(rule: Rule, record: Record) -> Iterator[Finding]:
         content, table = "running statistics", False
         if buffer.kind == "rope":
             table = any(part in last for part in _TABLES)
-            content = "a table of rotary positions" if table else "the frequencies of rotary positions"
+            content = "tables of rotary positions" if table else "frequencies of rotary positions"
         was = f"; it was {buffer.was}" if buffer.was else ""
         yield rule.finding(
             f"`{buffer.name}`, {content}, is in {buffer.format}{was}",
@@ -127,6 +129,7 @@ def check_buffers(rule: Rule, record: Record) -> Iterator[Finding]:
             place=buffer.place,
             severity="warning" if table else None,
             confidence="likely" if table else "certain",
+            cause=f"{content} in {buffer.format}",
         )
 
 

@@ -221,15 +221,17 @@ _ROUNDING = 0.01
 def _calls_on_scaled_gradients(record: Record, what: CallKind) -> dict[str | None, list[tuple[Call, float]]]:
     """Returns the calls whose gradients still carried the scale, each with that scale, by the line that made them.
 
-    Gradients that are not finite are left out: they do not show whether they were divided.
+    Gradients that are not finite do not show whether they were divided: other updates of the same line do.
     """
     scale, found = 1.0, dict[str | None, list[tuple[Call, float]]]()
+    unclear: dict[str | None, list[tuple[Call, float]]] = {}
     for call in record.calls:
         if call.what == "scale":
             scale = call.numbers.get("scale", scale)
-        elif call.what == what and call.numbers.get("scaled") and scale != 1.0:
+        elif call.what == what and call.numbers.get("scaled") and scale != 1.0 and call.update < record.updates:
             divided = call.numbers.get("divided", 1.0)
-            finite = divided == divided and not call.numbers.get("nonfinite")
-            if finite and abs(divided / scale - 1) > _ROUNDING:  # else the script has unscaled them by hand
+            if divided != divided or call.numbers.get("nonfinite"):
+                unclear.setdefault(call.place, []).append((call, scale))
+            elif abs(divided / scale - 1) > _ROUNDING:  # else the script has unscaled them by hand
                 found.setdefault(call.place, []).append((call, scale))
-    return found
+    return {place: calls + unclear.get(place, []) for place, calls in found.items()}

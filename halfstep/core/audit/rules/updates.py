@@ -25,7 +25,7 @@ _MASTERS_JAX = (
     needs="",
 )
 def check_masters(rule: Rule, record: Record) -> Iterator[Finding]:
-    """Yields one finding per weight; without a live step it is a warning, as nobody knows what was lost."""
+    """Yields a finding for each weight; without a live step a warning, as nobody knows what was lost."""
     for weight in record.weights:
         if weight.trainable and weight.optimizer and is_narrow(weight.stepped) and not weight.stochastic:
             yield _lost_updates(rule, weight)
@@ -116,7 +116,8 @@ def check_adapters(rule: Rule, record: Record) -> Iterator[Finding]:
             )
         elif weight.optimizer is None and record.updates >= _ENOUGH and any_stepped:
             message = f"no optimizer holds `{weight.name}`, which is trainable"
-            yield rule.finding_on_weight(weight, message, severity="warning", confidence="likely")
+            cause = "tensors that no optimizer holds"
+            yield rule.finding_on_weight(weight, message, severity="warning", confidence="likely", cause=cause)
 
 
 _BLOCKWISE = ("int8", "uint8")  # with a scale per block: a choice that someone made, with an error of its own kind

@@ -51,14 +51,15 @@ class TrackedOptimizer:
     steps: int = 0  # skipped ones included
     micro: int = 0  # how many backward passes its gradients are the sum of
     scaled: bool = False  # its gradients are those of a scaled loss, and no scaler has unscaled them
-    probe: tuple[Tensor, Tensor] | None = None  # a parameter, and a part of its gradient after backward
+    # Parameters, and parts of their gradients after backward.
+    probe: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     ratio: Any = 1.0  # what the script itself has divided the gradients by since then
     grad_formats: dict[int, str] = field(default_factory=dict)  # by id of a parameter
     version: int | None = None  # of its first parameter, after its last step or at the last zeroing
 
     def restart(self) -> None:
         """Resets what is known of the gradients, when they have been used or set to zero."""
-        self.micro, self.scaled, self.probe, self.ratio = 0, False, None, 1.0
+        self.micro, self.scaled, self.probe, self.ratio = 0, False, [], 1.0
 
 
 class TrainingLog:
@@ -192,6 +193,8 @@ class TrainingLog:
         if not tracked.steps:
             self.rank = rank_of_process()
             self.trainer = self.trainer or trainer_of(sys._getframe())
+            if any(self.names.get(id(p), "").startswith(f"{tracked.name}.") for p in params_of(optimizer)):
+                self._named.discard(optimizer)  # FSDP2 has put its shards back into the model since backward
         self._began = self._began or time.perf_counter()
         tracked.grad_formats |= {
             id(p): format_name(p.grad.dtype) for p in params_of(optimizer) if p.grad is not None

@@ -17,7 +17,9 @@ from halfstep.torch.instruments.collect.models import params_of, unwrap, version
 from halfstep.torch.instruments.collect.patches import Around, Patches, is_watched
 from halfstep.torch.instruments.collect.tensors import format_name, local, tensors_of
 
-PROBE = 1024  # elements of a gradient that show what happened to it between backward and step
+# Elements of a gradient that show what happened to it between backward and step, and how many gradients are looked
+# at: those of one may be zero, as the rows of an embedding that no token used.
+PROBE, PROBES = 1024, 16
 MOST_NAMES = 8  # of tensors in one call
 
 
@@ -38,19 +40,20 @@ def install(log: TrainingLog, patches: Patches) -> None:
             patches.wrap(kind, "step", hooks.schedule, outermost=True)  # a schedule of schedules counts as one
 
 
-def probe_of(params: Iterable[Tensor]) -> tuple[Tensor, Tensor] | None:
-    """Returns the first parameter that has a dense gradient, and a copy of the gradient's first elements."""
-    for p in params:
-        if p.grad is not None and not p.grad.is_sparse:
-            return p, _first(p.grad).clone()
-    return None
+def probe_of(params: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Returns some parameters that have a dense gradient, each with a copy of the gradient's first elements."""
+    dense = [(p, p.grad) for p in params if p.grad is not None and not p.grad.is_sparse]
+    here = [(p, grad) for p, grad in dense if p.device == dense[0][0].device]
+    return [(p, _first(grad).clone()) for p, grad in here[:: len(here) // PROBES + 1]]
 
 
-def applied_divisor(probe: tuple[Tensor, Tensor] | None) -> Any:
-    """Returns what a gradient was divided by since it was probed; 1.0 if that cannot be known."""
-    if probe is None or probe[0].grad is None:
+def applied_divisor(probe: list[tuple[Tensor, Tensor]]) -> Any:
+    """Returns what gradients were divided by since they were probed; 1.0 if that cannot be known."""
+    pairs = [(before, _first(p.grad)) for p, before in probe if p.grad is not None]
+    if not pairs:
         return 1.0
-    return probe[1].norm() / _first(probe[0].grad).norm()
+    before, now = (torch.stack(torch._foreach_norm(list(each))).norm() for each in zip(*pairs, strict=True))
+    return before / now
 
 
 def _first(grad: Tensor) -> Tensor:
@@ -106,8 +109,7 @@ class LoopHooks:
             norm = original(parameters if isinstance(parameters, Tensor) else params, *args, **kwargs)
         for call, tracked in zip(calls, clipped, strict=True):
             self.log.add_number(call, "norm", norm)
-            if tracked.scaled and tracked.probe is not None:
-                tracked.probe = probe_of([tracked.probe[0]])
+            tracked.probe = probe_of([p for p, _ in tracked.probe])
         return norm
 
     def _record_clip(self, tracked: TrackedOptimizer) -> Call:

@@ -190,6 +190,29 @@ def test_a_clip_names_line_scale_and_norm():
     assert finding.evidence["clips"] == 3
 
 
+def clips_of_embeddings(bad=()):
+    """Clips before it unscales, with few of the tokens in each batch; breaks off after the clip of update 21."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(256, 64), nn.Linear(64, 256))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(21):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.randint(256, (2, 4))).square().mean()).backward()
+        if step in bad:
+            model[1].weight.grad[0, 0] = float("inf")
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if step < 20:
+            scaler.step(optimizer)
+            scaler.update()
+
+
+@pytest.mark.parametrize("bad", [(), (0, 1, 7)])
+def test_every_clip_of_an_update_is_counted(bad):
+    """Also where the rows of an embedding that are looked at have no gradient, and where gradients overflow."""
+    assert found(lambda: clips_of_embeddings(bad))["HS202"].evidence["clips"] == 20
+
+
 def test_gradients_that_are_not_finite_are_named():
     finding = found(lambda: broken(where="gradient"))["HS503"]
     assert finding.where == ["1.weight"]

@@ -1,4 +1,4 @@
-"""HS302 on two ranks: whatever sums gradients below fp32 is seen, and ranks agree."""
+"""On two ranks: whatever sums gradients below fp32 is seen, ranks agree, and a sharded tensor has one name."""
 
 import pytest
 import torch
@@ -71,3 +71,31 @@ def test_sums_over_ranks():
         found = check([Record.from_dict(each) for each in records], select=["HS302"])
         assert [finding.message for finding in found] == messages, kind
         assert all(finding.ranks == [0, 1] for finding in found)
+
+
+def sharded_in_bf16():
+    """Trains a pure bf16 model whose block and root are sharded; returns the record as plain data."""
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    with Watch(formats=False) as watch:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 1)).to(BF16)
+        fully_shard(model[1])
+        fully_shard(
+            model
+        )  # between forward and backward, the root has its whole parameters in place of the shards
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for _ in range(2):
+            model(torch.arange(4)).float().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.destroy_process_group()
+    return watch.record().to_dict()
+
+
+def test_a_sharded_tensor_is_named_once():
+    (found,) = check([*map(Record.from_dict, run_ranks(sharded_in_bf16))], select=["HS101"])
+    assert found.where == ["0.weight", "1.weight", "1.bias", "2.weight", "2.bias"]
+    assert found.ranks == [0, 1]
+    assert "test_reductions.py" in found.place
