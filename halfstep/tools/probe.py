@@ -24,6 +24,7 @@ from halfstep.core.arrays.ladder import ENOUGH
 from halfstep.core.arrays.measure import (
     BUDGET,
     CANDIDATES,
+    CPU_SHAPES,
     MATMUL_SHARE,
     accelerator_shapes,
     decide,
@@ -49,10 +50,10 @@ Say = Callable[[str], None]
 
 BACKENDS: tuple[str, ...] = get_args(Backend)
 
-# What a ceiling is measured at, and for how many seconds; on a CPU small matmuls are the fastest.
+# What a ceiling is measured at, and for how many seconds.
 CEILING: tuple[Shape, ...] = ((1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192))
-CPU_CEILING: tuple[Shape, ...] = ((32, 32, 128), (128, 128, 512), (256, 256, 1024), (512, 512, 2048))
-CEILING_BUDGET, CPU_CEILING_BUDGET = 1.5, 0.3
+CPU_CEILING: tuple[Shape, ...] = (*CPU_SHAPES[:-1], (1024, 1024, 1024))
+CEILING_BUDGET = 0.9
 CHECK_BUDGET = 0.6  # for a named policy, which is compared with fp32 only to warn
 COMPILED = ("jax",)  # backends that compile what is timed, before the clock starts
 
@@ -173,14 +174,12 @@ def measure_ceiling(
     support = module.supported(fmt, device)
     if not support:
         return Ceiling(None, f"{fmt} is not supported: {support.reason}")
-    cpu = hardware.kind == "cpu"
-    budget, shapes = (CPU_CEILING_BUDGET, _cpu_ceiling(config)) if cpu else (CEILING_BUDGET, CEILING)
-    say(f"measuring this device's fastest {fmt} matmul, for utilization: about {budget:g} s")
-    timings = module.measure(device, [fmt], budget=budget, shapes=shapes)
-    ours = [timing for timing in timings if timing.format == fmt]
-    if shapes[-1] not in (timing.shape for timing in ours) and min(ours[-1].seconds) < ENOUGH:
-        return Ceiling(None, f"no {fmt} matmul that is more than its launch fit into {budget:g} s")
-    best = max(ours, key=lambda timing: timing.peak)
+    shapes = _cpu_ceiling(config) if hardware.kind == "cpu" else CEILING
+    say(f"measuring this device's fastest {fmt} matmul, for utilization")
+    timings = module.measure(device, [fmt], budget=CEILING_BUDGET, shapes=shapes)
+    if shapes[-1] != timings[-1].shape and min(timings[-1].seconds) < ENOUGH:
+        return Ceiling(None, f"no {fmt} matmul that is more than its launch fit into {CEILING_BUDGET:g} s")
+    best = max(timings, key=lambda timing: timing.peak)
     basis = f"{fmt} matmuls at {'x'.join(map(str, best.shape))}, timed on {hardware.name}"
     return Ceiling(best.peak, basis)
 
@@ -219,7 +218,7 @@ def _ask(name: str, module: Any, device: str | None, config: RunConfig, budget: 
     others = [fmt for fmt, ok in support.items() if ok and fmt not in CANDIDATES]
     say(f"{name} on {device}: {_describe_timing(config, name, device, budget)}")
     timings, candidates = time_candidates(module, device, config.model, _tokens(config), budget)
-    beside = module.measure(device, others, budget=budget * MATMUL_SHARE) if others else []
+    beside = module.measure(device, [FP32, *others], budget=budget * MATMUL_SHARE) if others else []
     choice = choose(timings, candidates)
     description = module.describe(device)
     result = DeviceResult(device, description, tuple(timings), tuple(beside), tuple(support.items()), choice)
