@@ -29,11 +29,13 @@ FOREVER = 1e9  # seconds, thirty years: not worth showing
 
 
 class Progress:
-    """Shows how much of a whole is done. A context manager; subclasses say what is counted."""
+    """Shows how much of a whole is done; of an infinite one, that is not known. A context manager."""
 
     tenths = 0  # how many lines a fast run prints in any case
 
-    def __init__(self, total: int, start: int = 0, stream: TextIO | None = None, *, clock: Clock = time.monotonic):
+    def __init__(
+        self, total: float, start: int = 0, stream: TextIO | None = None, *, clock: Clock = time.monotonic
+    ):
         self.total, self.clock = total, clock
         self._stream = drop_refusals(sys.stderr if stream is None else stream)
         self._first: tuple[float, int] | None = None  # the first update: when, and how much was done
@@ -43,7 +45,8 @@ class Progress:
         self.is_live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
         if self.is_live:
             self._bar = _rich_bar(self._stream)
-            self._task = self._bar.add_task("", total=total, completed=start, label=self._label(start))
+            known = total if total < math.inf else None
+            self._task = self._bar.add_task("", total=known, completed=start, label=self._label(start))
 
     def note(self, text: str) -> None:
         """Prints a line of its own, above the bar if there is one."""
@@ -77,7 +80,8 @@ class Progress:
             room = terminal_width(self._stream) - len(label) - NARROWEST_BAR
             while len(shown) > 1 and len("  ".join(shown)) > room:
                 shown.pop()
-            numbers = {"completed": done, "total": self.total, "label": label, "refresh": done >= self.total}
+            total = self.total if self.total < math.inf else None
+            numbers = {"completed": done, "total": total, "label": label, "refresh": done >= self.total}
             self._bar.update(self._task, description="  ".join(shown), **numbers)
             return
         now, tenth = self.clock(), self.tenths * done // max(1, self.total)
