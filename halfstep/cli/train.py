@@ -274,7 +274,8 @@ def _prepare(
     known = None if opened is None else where / paths.EVENTS
     ceiling = probe.measure_ceiling(config, running, device, known, say=say) if job.owner else UNMEASURED
     if running.is_measured and not running.emulate:
-        say(f"timing the matmuls that rules call `measured`: at most {BUDGET:g} s")
+        say(f"timing the matmuls that rules call `measured`; after {BUDGET:g} s none is started")
+    say("building the model")
     return Loop(
         config,
         policy,

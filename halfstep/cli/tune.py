@@ -89,6 +89,7 @@ def tune(
     from halfstep.training.files import RunLock, make_folder, write_whole
 
     where = out or Path("tuned") / Path(target.replace(":", ".")).name.removesuffix(".toml")
+    print_words("loading torch")
     made = target_of(target, set_, where, device)
     text = " ".join([target, *(f"--set {each}" for each in set_), *([f"--device {device}"] if device else [])])
     settings = Settings(text, str(base_of(made, base)), compute, grad, budget, steps, seeds, most_seeds, policies)

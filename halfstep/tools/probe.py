@@ -9,6 +9,7 @@ devices() (the one to train on first), describe(device), supported(fmt, device),
 budget), a matmul, and measure_block(device, formats, model, tokens, *, budget), a block, which decides a policy.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -115,11 +116,11 @@ def run(
     `budget` is the seconds to choose in, for each. `say` gets what is being done.
     """
     names = list(dict.fromkeys(backends)) if backends else list(BACKENDS)
-    modules = {name: _load(name) for name in names}
+    config, budget = config or load(DEFAULT_RECIPE), _check_budget(budget)
+    modules = {name: _load(name, say) for name in names}
     absent = [module for module in modules.values() if isinstance(module, BackendResult)]
     if backends and absent:
         raise MissingPackageError(absent[0].missing, hint=absent[0].install)
-    config, budget = config or load(DEFAULT_RECIPE), _check_budget(budget)
     return ProbeResult(
         tuple(
             module if isinstance(module, BackendResult) else _ask(name, module, device, config, budget, say)
@@ -148,7 +149,7 @@ def resolve(
         return spelling.build(), None
     if ran is not None:  # measuring again could choose another precision midway
         return Policy.parse(ran), None
-    say(f"measuring which precision is fastest here: {_describe_timing(config, config.backend, device, BUDGET)}")
+    say(f"measuring which precision is fastest here: {_describe_timing(config, config.backend, device)}")
     choice = choose_policy(config.backend, device, config)
     return spelling.build(PRESETS[choice.preset]), choice
 
@@ -199,7 +200,7 @@ def slow_formats(config: RunConfig, policy: Policy, device: str | None, say: Say
     ]
     if not formats:
         return []
-    say(f"comparing {' and '.join(map(str, formats))} with fp32: about {CHECK_BUDGET:g} s")
+    say(f"comparing {' and '.join(map(str, formats))} with fp32")
     timings = module.measure_block(device, [FP32, *formats], config.model, _tokens(config), budget=CHECK_BUDGET)
     gains = [known for fmt in formats if (known := gain(timings, fmt)) is not None]
     return [f"{known}; it runs as asked" for known in gains if known.ratio < 1 / MIN_GAIN]
@@ -216,7 +217,7 @@ def _ask(name: str, module: Any, device: str | None, config: RunConfig, budget: 
     device = device or devices[0]
     support = {fmt: module.supported(fmt, device) for fmt in module.FORMATS}
     others = [fmt for fmt, ok in support.items() if ok and fmt not in CANDIDATES]
-    say(f"{name} on {device}: {_describe_timing(config, name, device, budget)}")
+    say(f"{name} on {device}: {_describe_timing(config, name, device)}")
     timings, candidates = time_candidates(module, device, config.model, _tokens(config), budget)
     beside = module.measure(device, [FP32, *others], budget=budget * MATMUL_SHARE) if others else []
     choice = choose(timings, candidates)
@@ -231,17 +232,17 @@ def _tokens(config: RunConfig) -> int:
     return config.training.batch * config.model.context
 
 
-def _describe_timing(config: RunConfig, backend: str, device: str | None, budget: float) -> str:
+def _describe_timing(config: RunConfig, backend: str, device: str | None) -> str:
     """Says what `time_candidates` does."""
     module, tokens = _need(backend), _tokens(config)
     work = f"matmuls, and a block of the model at up to {tokens} tokens"
     if module.describe(device or module.devices()[0]).kind != "cpu":
         work = f"matmuls up to {'x'.join(map(str, accelerator_shapes(config.model, tokens)[-1]))}"
-    compiled = ", after compiling, which may take longer" if backend in COMPILED else ""
-    return f"timing {', '.join(map(str, CANDIDATES))} in {work}, for about {budget:g} s{compiled}"
+    compiled = ", after compiling them" if backend in COMPILED else ""
+    return f"timing {', '.join(map(str, CANDIDATES))} in {work}{compiled}"
 
 
-def _load(name: str) -> Any:
+def _load(name: str, say: Say = lambda _: None) -> Any:
     """Returns the module of a backend, or a result that says why there is none."""
     if name not in BACKENDS:
         raise OptionError(
@@ -249,6 +250,8 @@ def _load(name: str) -> Any:
         )
     if find_spec(name) is None:
         return BackendResult(name, missing=f"{name} is not installed", install=how_to_install(name))
+    if name not in sys.modules:
+        say(f"loading {name}")
     return import_module(f"halfstep.{name}.measure")
 
 

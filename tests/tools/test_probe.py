@@ -135,13 +135,13 @@ def test_a_named_policy_that_is_slower_is_a_warning_by_what_auto_times(played, p
 def test_what_is_timed_is_said_as_it_is_timed(played):
     said = []
     probe.run(["torch"], config=TINY, say=said.append)
-    assert "in matmuls, and a block of the model at up to 1024 tokens, for about 3 s" in said[0]
+    assert "in matmuls, and a block of the model at up to 1024 tokens" in said[0]
     played.describe = lambda device: Device("cuda", "H200", capability=(9, 0))
     probe.run(["torch"], config=TINY, say=said.append)
-    assert "in matmuls up to 16384x768x3072, for about 3 s" in said[1]
+    assert "in matmuls up to 16384x768x3072" in said[1]
     probe.run(["torch"], config=load("qwen3"), say=said.append)
-    assert "in matmuls up to 16384x1024x3072, for about 3 s" in said[2]
-    assert probe._describe_timing(TINY, "torch", "cpu", 3.0) == said[1].partition(": ")[2]
+    assert "in matmuls up to 16384x1024x3072" in said[2]
+    assert probe._describe_timing(TINY, "torch", "cpu") == said[1].partition(": ")[2]
 
 
 def test_backends_that_are_not_there_are_reported_unless_they_were_named(played):

@@ -7,9 +7,9 @@ ladder of sizes from one that is cheap everywhere:
 
 The lowest rung is timed for every format, whatever it costs, so that each has an answer. A higher one is started
 only if it fits the format's share of the time that is left. fp32 climbs first, since all others are compared with
-it, and no other climbs higher. Half of the budget is for climbing. The rest repeats the highest rung of each format
-in turns with fp32 at the same shape, so that other work of the machine slows both alike. A comparison needs ROUNDS
-turns (choice.py).
+it, and no other climbs higher. Half of the budget is for climbing. The rest repeats the highest rung of each
+format in turns with fp32 at the same shape, so that other work of the machine slows both alike. A comparison needs
+ROUNDS turns (choice.py).
 
 A format alone is compared with nothing: what counts is its peak. It has two thirds of the budget to climb in, and
 the rest repeats its fastest rungs, which need not be the highest. The clock and the work are arguments: a test can

@@ -138,11 +138,10 @@ def test_a_slow_first_call_a_slow_start_a_pause_and_a_clock_that_stands_still():
     assert timed(timings, FP32) == [CUBES[0]]
     assert spent < 1.0
     now = iter([0.0, 0.0, 0.0, *(5.0 + 1e-6 * tick for tick in range(100))])
-    timings = climb(
-        lambda fmt, shape: lambda count: None, [FP32, BF16], CUBES, budget=1.0, clock=lambda: next(now)
-    )
+    both, idle = [FP32, BF16], lambda fmt, shape: lambda count: None
+    timings = climb(idle, both, CUBES, budget=1.0, clock=lambda: next(now))
     assert [(timing.format, timing.shape) for timing in timings] == [(FP32, CUBES[0]), (BF16, CUBES[0])]
-    timings = climb(lambda fmt, shape: lambda count: None, [FP32, BF16], CUBES, budget=1.0, clock=lambda: 1.0)
+    timings = climb(idle, both, CUBES, budget=1.0, clock=lambda: 1.0)
     assert all(second > 0 for timing in timings for second in timing.seconds)
 
 
