@@ -46,7 +46,7 @@ class Pulse:
         silent = now - self._heard
         if silent < max(self._next, self.stream.patience):
             return ""
-        self._next = max(silent + PATIENCE, 1.5 * silent)
+        self._next = silent + max(PATIENCE, silent / 4)
         return f"still working after {silent:.0f} s"
 
 
