@@ -238,4 +238,4 @@ def test_decibels_and_scales_of_blocks_are_explained_beside_them():
         ":row and :block: one scale for each row, or each 32 numbers of it; else one for the tensor." in page.text
     )
     beside = Page(render([*run(10), shadow(5, outside=("blocks.0.mlp_norm",))], "x"))
-    assert "SQNR: how far, in dB, the difference is below the gradient; 6 dB less double it." in beside.text
+    assert "SQNR: how far, in dB, the difference is below the gradient; 6 dB less double it" in beside.text
