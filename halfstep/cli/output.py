@@ -62,7 +62,7 @@ def signs_of_life() -> Iterator[None]:
                 print_words(words)
                 pulse.stream.heard = heard  # the silence goes on
 
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", os.environ.get("MLX_RANK", "0")) == "0":
         threading.Thread(target=speak, name="signs of life", daemon=True).start()
     try:
         yield

@@ -76,8 +76,9 @@ class Progress:
 
     def _show(self, done: int, parts: Iterable[str]) -> None:
         shown, label = list(filter(None, parts)), self._label(done)
-        self._stream.expect_silence(2 * (self.clock() - self._updated))
-        self._updated = self.clock()
+        now = self.clock()
+        self._stream.expect_silence(2 * (now - self._updated))
+        self._updated = now
         if self.is_live:
             # The last ones are left out where the terminal is too narrow for them and a bar.
             room = terminal_width(self._stream) - len(label) - NARROWEST_BAR
@@ -87,7 +88,7 @@ class Progress:
             numbers = {"completed": done, "total": total, "label": label, "refresh": done >= self.total}
             self._bar.update(self._task, description="  ".join(shown), **numbers)
             return
-        now, tenth = self.clock(), self.tenths * done // max(1, self.total)
+        tenth = self.tenths * done // max(1, self.total)
         is_late = now - self._last_line >= SECONDS_BETWEEN_LINES
         if is_late or tenth > self._last_tenth or done >= self.total:
             self._last_line, self._last_tenth = now, tenth
