@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from halfstep.cli.arguments import Flag, Json
-from halfstep.cli.output import print_json, print_table, print_words
+from halfstep.cli.output import print_json, print_table, print_words, rest
 from halfstep.core.errors import OptionError, TargetError, as_message
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ def _collect(target: Sequence[str], steps: int | None, *, json: bool) -> "tuple[
         return collected, 0
     from halfstep.tools.audit import script
 
+    rest()
     # What the script prints must not be among our JSON.
     outcome = script.run(target, steps or STEPS, stdout=STDERR if json else None)
     collected = Collected([*outcome.records])

@@ -104,7 +104,7 @@ def _print(outcome: "Outcome", loop: "Loop", page: Path | None, json: bool) -> N
         rows += [
             ("held-out bits per byte", f"{held_out.bits_per_byte:.4f}"),
             ("bigram entropy of the same text", f"{held_out.bigram_bits:.4f}"),
-            ("ratio", f"{held_out.ratio:.3f}"),
+            ("ratio of the two", f"{held_out.ratio:.3f}; below 1 it uses more than the byte before"),
         ]
     if page is not None or _is_hurried(loop):
         rows.append(("page", LATER if page is None else str(page)))

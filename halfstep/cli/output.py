@@ -4,12 +4,16 @@ import json
 import math
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from halfstep.core.errors import HalfstepError, as_message, printable
 from halfstep.training.telemetry.progress import drop_refusals, wrap_line
+
+PATIENCE = 2.5  # seconds of silence before the first sign of life
 
 
 @contextmanager
@@ -27,6 +31,48 @@ def drop_refused_output(*, stdout: bool) -> Iterator[None]:
                 stream.flush()
             except OSError:  # Python would raise it again at exit
                 discard(stream)
+
+
+class Pulse:
+    """Decides when a silent command says that it still works: soon at first, and then ever later."""
+
+    def __init__(self, stream: Any):  # of `drop_refusals`
+        self.stream, self._heard, self._next = stream, math.nan, 0.0
+
+    def words(self, now: float) -> str:
+        """Returns what is to be said, or nothing."""
+        if self.stream.heard != self._heard:
+            self._heard, self._next = self.stream.heard, PATIENCE
+        silent = now - self._heard
+        if silent < max(self._next, self.stream.patience):
+            return ""
+        self._next = silent + max(PATIENCE, silent / 4)
+        return f"still working after {silent:.0f} s"
+
+
+@contextmanager
+def signs_of_life() -> Iterator[None]:
+    """Says on stderr that the command still works, where it would be silent; in a job, its first process does."""
+    pulse, ended = Pulse(drop_refusals(sys.stderr)), threading.Event()
+
+    def speak() -> None:
+        while not ended.wait(0.5):
+            if words := pulse.words(time.monotonic()):
+                heard = pulse.stream.heard
+                print_words(words)
+                pulse.stream.heard = heard  # the silence goes on
+
+    if os.environ.get("RANK", os.environ.get("MLX_RANK", "0")) == "0":
+        threading.Thread(target=speak, name="signs of life", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def rest() -> None:
+    """Gives no signs of life from here on: someone else speaks, or there is nothing to do."""
+    drop_refusals(sys.stderr).expect_silence(math.inf)
 
 
 def discard(stream: TextIO) -> None:

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from halfstep.cli import train
 from halfstep.cli.arguments import Json
-from halfstep.cli.output import print_json, print_table, print_words
+from halfstep.cli.output import print_json, print_table, print_words, rest
 from halfstep.core.errors import OptionError
 from halfstep.training.paths import REPORT
 
@@ -100,6 +100,7 @@ def watch(run: Run, /, *, port: int = 0) -> int:
         try:
             print(server.url, flush=True)
             print_words(f"watching `{run}`; Ctrl-C ends it")
+            rest()
             server.serve_forever()
         except KeyboardInterrupt:
             pass  # the usual way to end it

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halfstep.cli.arguments import Device, Flag, Overrides
-from halfstep.cli.output import print_words
+from halfstep.cli.output import print_words, rest
 from halfstep.config.load import DEFAULT_RECIPE, load, other_meaning, read_policy, setting_meant
 from halfstep.config.policy_schedule import PolicySchedule
 from halfstep.config.run import Backend, RunConfig
@@ -204,6 +204,7 @@ def _launch(gpus: int, recipe: str | None, given: dict[str, object], overrides: 
         if value is not None and value is not False:
             words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     words += [word for setting in overrides for word in ("--set", setting)]
+    rest()  # the processes speak
     return int(backend_module("torch", "parallel.job").launch(gpus, ["train", *words]))
 
 
@@ -274,7 +275,8 @@ def _prepare(
     known = None if opened is None else where / paths.EVENTS
     ceiling = probe.measure_ceiling(config, running, device, known, say=say) if job.owner else UNMEASURED
     if running.is_measured and not running.emulate:
-        say(f"timing the matmuls that rules call `measured`: at most {BUDGET:g} s")
+        say(f"timing the matmuls that rules call `measured`; after {BUDGET:g} s none is started")
+    say("building the model")
     return Loop(
         config,
         policy,

@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from halfstep.cli.arguments import AS_TRAINED, Json, OtherBackend, OtherPolicy, Source, Trained
-from halfstep.cli.output import print_json, print_table, print_words
+from halfstep.cli.output import print_json, print_table, print_words, rest
 from halfstep.config.run import Backend
 from halfstep.core.errors import OptionError
 from halfstep.core.policy import read_as
@@ -87,6 +87,7 @@ def sample(
     else:
         given = prompt.encode(errors="surrogateescape") or b"\n"
     start = prompt_tokens(tokenizer, given)
+    rest()  # the text itself is one
     sys.stdout.buffer.write(given)
     begin = perf_counter()
     tokens = generate(trained.session, start, length, temperature, top_k, seed, alphabet=tokenizer.vocabulary)

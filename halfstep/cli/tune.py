@@ -1,14 +1,16 @@
 """`halfstep tune`: finds the narrowest formats that a run tolerates, module by module."""
 
+import math
+import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from cyclopts import Parameter
 
 from halfstep.cli.arguments import Device, Json, Overrides
 from halfstep.cli.output import print_json, print_table, print_words
-from halfstep.training.telemetry.progress import RunsProgress
+from halfstep.training.telemetry.progress import Clock, RunsProgress
 
 if TYPE_CHECKING:
     from halfstep.tools.tune.tune import TuneResult
@@ -18,18 +20,15 @@ SHOWN = 10  # modules in the table; the page has all
 
 
 class _Progress(RunsProgress):
-    """How far a search is, in steps of training; call it with those done, those expected, and what is trained."""
+    """How far a search is, in steps of training; how many there will be depends on what they show."""
 
-    def __init__(self) -> None:
-        super().__init__(1)
+    def __init__(self, stream: TextIO | None = None, *, clock: Clock = time.monotonic):
+        super().__init__(math.inf, stream=stream, clock=clock)
 
-    def __call__(self, done: int, total: int, words: str) -> None:
-        """Shows how far it is."""
-        self.total = total
-        self.update(done, words)
+    __call__ = RunsProgress.update
 
     def _label(self, done: int) -> str:
-        return f"tuning {done}/{self.total}"
+        return f"tuning, {done} step{'s' * (done != 1)} trained"
 
 
 def tune(
@@ -90,6 +89,7 @@ def tune(
     from halfstep.training.files import RunLock, make_folder, write_whole
 
     where = out or Path("tuned") / Path(target.replace(":", ".")).name.removesuffix(".toml")
+    print_words("loading torch")
     made = target_of(target, set_, where, device)
     text = " ".join([target, *(f"--set {each}" for each in set_), *([f"--device {device}"] if device else [])])
     settings = Settings(text, str(base_of(made, base)), compute, grad, budget, steps, seeds, most_seeds, policies)

@@ -73,7 +73,7 @@ def measure(
     if shapes is None:
         shapes = CPU_SHAPES if device.platform == "cpu" else ACCELERATOR_SHAPES
     compiled = cache(_Bench(device).start)
-    for fmt, shape in product(dict.fromkeys([FP32, *formats]), shapes):
+    for fmt, shape in product(dict.fromkeys(formats), shapes):
         compiled(fmt, shape)
     return climb(compiled, formats, shapes, budget=budget, clock=clock)
 

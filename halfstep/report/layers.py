@@ -42,8 +42,8 @@ class LayerFigures:
         return names
 
 
-def figures(history: LayerHistory) -> LayerFigures | None:
-    """Returns the pictures; None if nothing was watched."""
+def figures(history: LayerHistory, sampling: str = "") -> LayerFigures | None:
+    """Returns the pictures; None if nothing was watched. `sampling` says how often samples are taken."""
     if not history.layers or not (history.columns or history.samples):
         return None
     columns = coarse(history.columns, max(16, min(COLUMNS, CELLS // (len(VIEWS) * len(history.layers)))))
@@ -66,9 +66,9 @@ def figures(history: LayerHistory) -> LayerFigures | None:
         "samples": {"steps": [one.last for one in samples], "why": [one.why for one in samples]},
         "histograms": {role: _histograms(samples, role, len(history.layers)) for role in ROLES},
     }
-    return LayerFigures(
-        data, _headroom(history, columns, values), _updates(history, columns, values), _exponents(history)
-    )
+    exponents = _exponents(history)
+    exponents += sampling if exponents else ""
+    return LayerFigures(data, _headroom(history, columns, values), _updates(history, columns, values), exponents)
 
 
 def own_format(written: str) -> Format | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from halfstep.core.audit.finding import SEVERITIES
 from halfstep.core.roles import ROLES
+from halfstep.core.stats.what_if import BLOCK
 from halfstep.report import summary
 from halfstep.report.charts import charts, has_scale, why_unscaled
 from halfstep.report.history import Event, History, nested, read_changes
@@ -19,7 +20,7 @@ from halfstep.report.layers import figures
 from halfstep.report.shadows import shadows
 from halfstep.report.summary import command, describe_policies, read_policy, settings, starting_warnings
 from halfstep.report.template import fill
-from halfstep.report.time_breakdown import time_breakdown
+from halfstep.report.time_breakdown import describe_sampling, time_breakdown
 from halfstep.report.what_if import as_data as what_if_data
 from halfstep.report.what_if import what_if
 from halfstep.training.files import write_whole
@@ -76,7 +77,11 @@ def _contents(history: History, reader: IncidentReader) -> dict[str, Any]:
     beside = shadows(history)
     drawn[1:1] = [] if beside is None else [beside.chart]  # where the page has it
     by_id = {chart.id: chart for chart in drawn}
-    layers, lost, newest = figures(history.layers), what_if(history.layers), history.layers.newest
+    layers, lost, newest = (
+        figures(history.layers, describe_sampling(history)),
+        what_if(history.layers),
+        history.layers.newest,
+    )
     every, num_checkpoints = settings(history), len(history.checkpoints)
     cut = f": the last {SHOWN} of {num_checkpoints:,}" if num_checkpoints > SHOWN else ""
     return {
@@ -100,6 +105,7 @@ def _contents(history: History, reader: IncidentReader) -> dict[str, Any]:
         "policy": policy,
         "policy_error": policy_error,
         "roles": ROLES,
+        "block": BLOCK,
         "loss_chart": by_id.get("loss"),
         "scale_chart": by_id.get("scale"),
         "others": [chart for chart in drawn if chart.id not in ("loss", "shadow", "scale")],

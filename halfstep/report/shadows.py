@@ -30,6 +30,7 @@ def shadows(history: History) -> Shadows | None:
         return None
     rows = _rows(events)
     caption = "Layers whose gradients noise does not explain, where they did so last"
+    caption += ". SQNR: how far, in dB, the difference is below the gradient; 6 dB less double it"
     if len(rows) > SHOWN:
         caption += f": {SHOWN} of {len(rows)}"
     return Shadows(_chart(events), _summary(events, rows), caption, rows[:SHOWN])

@@ -135,7 +135,10 @@ def result(history: History) -> str:
         score = f"Held-out text takes {plain(bits)} bits per byte"
         if not bigram > 0:
             return f"{score}."
-        return f"{score}; its bigram entropy is {plain(bigram)}, a ratio of {plain(bits / bigram, 3)}."
+        return (
+            f"{score}, {plain(bits / bigram, 3)} times its bigram entropy of {plain(bigram)}, which is what each "
+            "byte takes if only the one before it is known."
+        )
     loss = _last_score(history, "loss")
     if loss is not None:
         return f"The loss on held-out text is {plain(loss)}."

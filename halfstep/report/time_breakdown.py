@@ -65,6 +65,17 @@ def time_breakdown(history: History) -> TimeBreakdown | None:
     return TimeBreakdown(parts, _notes(history, outcomes))
 
 
+def describe_sampling(history: History) -> str:
+    """Says how often layers are sampled, and what that took; nothing if the settings do not say it."""
+    every, time = nested(history.config, "monitor", "sample_every"), time_breakdown(history)
+    if not isinstance(every, int):
+        return ""
+    when = f"every {every:,} steps" if every else "after alarms"
+    share = next((part.share for part in time.parts if part.name == "monitor"), 0.0) if time else 0.0
+    took = f": part of a batch runs again, which took {percent(share)} of the time" if share else ""
+    return f" One is taken {when} and at the end (`monitor.sample_every`){took}."
+
+
 def utilization(history: History) -> tuple[float, str] | None:
     """Returns model FLOPs utilization, and what it is a share of: FLOPs done of FLOPs possible.
 

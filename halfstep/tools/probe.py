@@ -9,6 +9,7 @@ devices() (the one to train on first), describe(device), supported(fmt, device),
 budget), a matmul, and measure_block(device, formats, model, tokens, *, budget), a block, which decides a policy.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from halfstep.core.arrays.ladder import ENOUGH
 from halfstep.core.arrays.measure import (
     BUDGET,
     CANDIDATES,
+    CPU_SHAPES,
     MATMUL_SHARE,
     accelerator_shapes,
     decide,
@@ -49,10 +51,10 @@ Say = Callable[[str], None]
 
 BACKENDS: tuple[str, ...] = get_args(Backend)
 
-# What a ceiling is measured at, and for how many seconds; on a CPU small matmuls are the fastest.
+# What a ceiling is measured at, and for how many seconds.
 CEILING: tuple[Shape, ...] = ((1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192))
-CPU_CEILING: tuple[Shape, ...] = ((32, 32, 128), (128, 128, 512), (256, 256, 1024), (512, 512, 2048))
-CEILING_BUDGET, CPU_CEILING_BUDGET = 1.5, 0.3
+CPU_CEILING: tuple[Shape, ...] = (*CPU_SHAPES[:-1], (1024, 1024, 1024))
+CEILING_BUDGET = 0.9
 CHECK_BUDGET = 0.6  # for a named policy, which is compared with fp32 only to warn
 COMPILED = ("jax",)  # backends that compile what is timed, before the clock starts
 
@@ -114,11 +116,11 @@ def run(
     `budget` is the seconds to choose in, for each. `say` gets what is being done.
     """
     names = list(dict.fromkeys(backends)) if backends else list(BACKENDS)
-    modules = {name: _load(name) for name in names}
+    config, budget = config or load(DEFAULT_RECIPE), _check_budget(budget)
+    modules = {name: _load(name, say) for name in names}
     absent = [module for module in modules.values() if isinstance(module, BackendResult)]
     if backends and absent:
         raise MissingPackageError(absent[0].missing, hint=absent[0].install)
-    config, budget = config or load(DEFAULT_RECIPE), _check_budget(budget)
     return ProbeResult(
         tuple(
             module if isinstance(module, BackendResult) else _ask(name, module, device, config, budget, say)
@@ -147,7 +149,7 @@ def resolve(
         return spelling.build(), None
     if ran is not None:  # measuring again could choose another precision midway
         return Policy.parse(ran), None
-    say(f"measuring which precision is fastest here: {_describe_timing(config, config.backend, device, BUDGET)}")
+    say(f"measuring which precision is fastest here: {_describe_timing(config, config.backend, device)}")
     choice = choose_policy(config.backend, device, config)
     return spelling.build(PRESETS[choice.preset]), choice
 
@@ -173,14 +175,12 @@ def measure_ceiling(
     support = module.supported(fmt, device)
     if not support:
         return Ceiling(None, f"{fmt} is not supported: {support.reason}")
-    cpu = hardware.kind == "cpu"
-    budget, shapes = (CPU_CEILING_BUDGET, _cpu_ceiling(config)) if cpu else (CEILING_BUDGET, CEILING)
-    say(f"measuring this device's fastest {fmt} matmul, for utilization: about {budget:g} s")
-    timings = module.measure(device, [fmt], budget=budget, shapes=shapes)
-    ours = [timing for timing in timings if timing.format == fmt]
-    if shapes[-1] not in (timing.shape for timing in ours) and min(ours[-1].seconds) < ENOUGH:
-        return Ceiling(None, f"no {fmt} matmul that is more than its launch fit into {budget:g} s")
-    best = max(ours, key=lambda timing: timing.peak)
+    shapes = _cpu_ceiling(config) if hardware.kind == "cpu" else CEILING
+    say(f"measuring this device's fastest {fmt} matmul, for utilization")
+    timings = module.measure(device, [fmt], budget=CEILING_BUDGET, shapes=shapes)
+    if shapes[-1] != timings[-1].shape and min(timings[-1].seconds) < ENOUGH:
+        return Ceiling(None, f"no {fmt} matmul that is more than its launch fit into {CEILING_BUDGET:g} s")
+    best = max(timings, key=lambda timing: timing.peak)
     basis = f"{fmt} matmuls at {'x'.join(map(str, best.shape))}, timed on {hardware.name}"
     return Ceiling(best.peak, basis)
 
@@ -200,7 +200,7 @@ def slow_formats(config: RunConfig, policy: Policy, device: str | None, say: Say
     ]
     if not formats:
         return []
-    say(f"comparing {' and '.join(map(str, formats))} with fp32: about {CHECK_BUDGET:g} s")
+    say(f"comparing {' and '.join(map(str, formats))} with fp32")
     timings = module.measure_block(device, [FP32, *formats], config.model, _tokens(config), budget=CHECK_BUDGET)
     gains = [known for fmt in formats if (known := gain(timings, fmt)) is not None]
     return [f"{known}; it runs as asked" for known in gains if known.ratio < 1 / MIN_GAIN]
@@ -217,9 +217,9 @@ def _ask(name: str, module: Any, device: str | None, config: RunConfig, budget: 
     device = device or devices[0]
     support = {fmt: module.supported(fmt, device) for fmt in module.FORMATS}
     others = [fmt for fmt, ok in support.items() if ok and fmt not in CANDIDATES]
-    say(f"{name} on {device}: {_describe_timing(config, name, device, budget)}")
+    say(f"{name} on {device}: {_describe_timing(config, name, device)}")
     timings, candidates = time_candidates(module, device, config.model, _tokens(config), budget)
-    beside = module.measure(device, others, budget=budget * MATMUL_SHARE) if others else []
+    beside = module.measure(device, [FP32, *others], budget=budget * MATMUL_SHARE) if others else []
     choice = choose(timings, candidates)
     description = module.describe(device)
     result = DeviceResult(device, description, tuple(timings), tuple(beside), tuple(support.items()), choice)
@@ -232,17 +232,17 @@ def _tokens(config: RunConfig) -> int:
     return config.training.batch * config.model.context
 
 
-def _describe_timing(config: RunConfig, backend: str, device: str | None, budget: float) -> str:
+def _describe_timing(config: RunConfig, backend: str, device: str | None) -> str:
     """Says what `time_candidates` does."""
     module, tokens = _need(backend), _tokens(config)
     work = f"matmuls, and a block of the model at up to {tokens} tokens"
     if module.describe(device or module.devices()[0]).kind != "cpu":
         work = f"matmuls up to {'x'.join(map(str, accelerator_shapes(config.model, tokens)[-1]))}"
-    compiled = ", after compiling, which may take longer" if backend in COMPILED else ""
-    return f"timing {', '.join(map(str, CANDIDATES))} in {work}, for about {budget:g} s{compiled}"
+    compiled = ", after compiling them" if backend in COMPILED else ""
+    return f"timing {', '.join(map(str, CANDIDATES))} in {work}{compiled}"
 
 
-def _load(name: str) -> Any:
+def _load(name: str, say: Say = lambda _: None) -> Any:
     """Returns the module of a backend, or a result that says why there is none."""
     if name not in BACKENDS:
         raise OptionError(
@@ -250,6 +250,8 @@ def _load(name: str) -> Any:
         )
     if find_spec(name) is None:
         return BackendResult(name, missing=f"{name} is not installed", install=how_to_install(name))
+    if name not in sys.modules:
+        say(f"loading {name}")
     return import_module(f"halfstep.{name}.measure")
 
 

@@ -33,6 +33,7 @@ def test_a_run_prints_a_summary_its_utilization_and_leaves_a_page(small, out, ca
     printed, words = capsys.readouterr()
     assert "held-out bits per byte" in printed
     assert "bigram entropy of the same text" in printed
+    assert re.search(r"ratio of the two +[\d.]+; below 1 it uses more than the byte before", printed)
     assert f"halfstep sample {out}" in printed.replace("\n", "")
     assert "precision fp32" in words
     assert "<html" in (out / "report.html").read_text()

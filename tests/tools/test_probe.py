@@ -94,6 +94,7 @@ def test_each_format_is_compared_at_the_largest_shape_it_shares_with_fp32(played
 def test_probe_prepare_and_train_give_one_answer_also_where_matmuls_say_another(block, preset, played):
     """As on a CPU whose bf16 matmuls are faster and whose blocks, with all that is around a matmul, are not."""
     played.slower, played.block_seconds = 0.5 if block > 1 else 2.0, {FP32: 1.0, BF16: block}
+    pytest.importorskip("torch")  # so that none is loaded, which is said too
     said = []
     probed = probe.run(["torch"], config=TINY, say=said.append).backends[0].devices[0]
     policy, choice = probe.resolve(dataclasses.replace(TINY, policy="auto,norm=bf16"), "cpu", say=said.append)
@@ -133,15 +134,16 @@ def test_a_named_policy_that_is_slower_is_a_warning_by_what_auto_times(played, p
 
 
 def test_what_is_timed_is_said_as_it_is_timed(played):
+    pytest.importorskip("torch")
     said = []
     probe.run(["torch"], config=TINY, say=said.append)
-    assert "in matmuls, and a block of the model at up to 1024 tokens, for about 3 s" in said[0]
+    assert "in matmuls, and a block of the model at up to 1024 tokens" in said[0]
     played.describe = lambda device: Device("cuda", "H200", capability=(9, 0))
     probe.run(["torch"], config=TINY, say=said.append)
-    assert "in matmuls up to 16384x768x3072, for about 3 s" in said[1]
+    assert "in matmuls up to 16384x768x3072" in said[1]
     probe.run(["torch"], config=load("qwen3"), say=said.append)
-    assert "in matmuls up to 16384x1024x3072, for about 3 s" in said[2]
-    assert probe._describe_timing(TINY, "torch", "cpu", 3.0) == said[1].partition(": ")[2]
+    assert "in matmuls up to 16384x1024x3072" in said[2]
+    assert probe._describe_timing(TINY, "torch", "cpu") == said[1].partition(": ")[2]
 
 
 def test_backends_that_are_not_there_are_reported_unless_they_were_named(played):

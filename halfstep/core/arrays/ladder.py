@@ -7,10 +7,13 @@ ladder of sizes from one that is cheap everywhere:
 
 The lowest rung is timed for every format, whatever it costs, so that each has an answer. A higher one is started
 only if it fits the format's share of the time that is left. fp32 climbs first, since all others are compared with
-it, and no other climbs higher. Half of the budget is for climbing, or all of it for fp32 alone. The rest repeats
-the highest rung of each format in turns with fp32 at the same shape, so that other work of the machine slows both
-alike. A comparison needs ROUNDS turns (choice.py), fp32 alone two. The clock and the work are arguments: a test
-can fake a device.
+it, and no other climbs higher. Half of the budget is for climbing. The rest repeats the highest rung of each
+format in turns with fp32 at the same shape, so that other work of the machine slows both alike. A comparison needs
+ROUNDS turns (choice.py).
+
+A format alone is compared with nothing: what counts is its peak. It has two thirds of the budget to climb in, and
+the rest repeats its fastest rungs, which need not be the highest. The clock and the work are arguments: a test can
+fake a device.
 """
 
 import math
@@ -43,13 +46,13 @@ def climb(
     work: Work = "matmuls",
 ) -> list[Timing]:
     """Times each format at the shapes, from small to large, that the budget in seconds allows."""
-    others = [fmt for fmt in dict.fromkeys(formats) if fmt != FP32]
+    first, *others = sorted(dict.fromkeys(formats), key=lambda fmt: fmt != FP32)
     race = _Race(start, clock, clock() + budget, runs=ROUNDS if others else 2)
-    reach = race.climb(FP32, shapes, share=budget / 2 / (len(others) + 1) if others else budget)
+    reach = race.climb(first, shapes, share=budget / 2 / (len(others) + 1) if others else budget * 2 / 3)
     for place, fmt in enumerate(others):
         share = (race.left() - budget / 2) / (len(others) - place)
         race.climb(fmt, shapes[:reach], share=share)
-    race.repeat(others)
+    race.repeat([key for fmt in others for key in ((first, race.highest(fmt)), (fmt, race.highest(fmt)))])
     return [Timing(fmt, shape, tuple(seconds), work) for (fmt, shape), seconds in race.seconds.items()]
 
 
@@ -84,12 +87,10 @@ class _Race:
             per_operation = min(once, again) / _operations(shape)  # once may be mostly a launch
         return len(shapes)
 
-    def repeat(self, formats: Sequence[Format]) -> None:
-        """Times the highest rung of each format again, in turns, while the budget lasts."""
-        turns: list[tuple[Format, Shape]] = []
-        for fmt in formats or [FP32]:
-            shape = self.highest(fmt)
-            turns += [key for key in ((FP32, shape), (fmt, shape)) if key not in turns]
+    def repeat(self, turns: Sequence[tuple[Format, Shape]]) -> None:
+        """Times these in turns while the budget lasts; without any, the two rungs that were fastest."""
+        fastest = sorted(self.seconds, key=lambda key: min(self.seconds[key]) / _operations(key[1]))
+        turns = list(dict.fromkeys(turns or fastest[:2]))
         for _ in range(REPEATS - 1):
             for key in turns:
                 once = min(self.seconds[key])

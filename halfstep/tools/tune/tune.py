@@ -31,10 +31,9 @@ from halfstep.training.files import make_folder, write_whole
 KEPT = "tune.json"
 MOST_KEPT = 64 * 2**20  # bytes of it
 SEED = 0  # the first; the study is made with it
-EXPECTED = 3  # policies that a search asks about, for the progress bar
 
-# Called with the work done, all of it as far as is known, and what is being done.
-OnProgress = Callable[[int, int, str], None]
+# Called with the steps that are trained, and what is being done.
+OnProgress = Callable[[int, str], None]
 
 
 @dataclass(frozen=True)
@@ -140,14 +139,13 @@ class Tuner:
         self.base, self.unit, self.lacking = self._resolve_base()
         for pair in self._pairs():  # a policy that cannot be is refused before anything is trained
             self._with_option("module", Option(*pair))
-        self._on_progress, self._done, self._total, self._words = on_progress, 0, 0, ""
+        self._on_progress, self._done, self._words = on_progress, 0, ""
         self.known: dict[str, Any] = self._read()
         self.evaluations: list[Evaluation] = []
 
     def run(self) -> TuneResult:
         """Searches, and returns what was found."""
         s = self.settings
-        self._total = (1 + EXPECTED) * s.seeds * s.steps
         reference = self._losses(self.base, range(SEED, SEED + s.seeds), "the base")
         self.reference, self.delta = [*reference], self._delta(reference)
         study = self._study()
@@ -226,14 +224,15 @@ class Tuner:
                 hint="name a --base without rules for them",
             )
         damages = self.known.setdefault("damages", {})
-        self._total += len(layers) * len(self.settings.asked)
-        for layer in (each for each in layers if each.name not in damages):
+        for number, layer in enumerate(layers, 1):
+            if layer.name in damages:
+                continue
             found: dict[str, dict[str, float]] = {"compute": {}, "grad": {}}
             for role, text in self.settings.asked:
-                self._words = f"{layer.name} with {role} in {text}"
+                self._words = f"matmul {number} of {len(layers)}: {layer.name} with {role} in {text}"
+                self._advance(self._done)
                 option = Option(compute=text) if role == "compute" else Option(grad=text)
                 found[role][text] = study.descent_lost(self._with_option(layer.name, option))
-                self._advance(self._done + 1)
             damages[layer.name] = found
             self._write()
         costs = {layer.name: self._costs(layer, study) for layer in layers}
@@ -280,8 +279,8 @@ class Tuner:
 
     def _meets(self, assignment: Assignment) -> bool:
         s, (policy, _) = self.settings, apply_assignment(self.base, list(self.modules), assignment)
-        words, count = f"{len(assignment)} of {len(self.modules)} modules narrow", s.seeds
-        self._total = max(self._total, self._done + count * s.steps)
+        words = f"policy {len(self.evaluations) + 1} of at most {s.policies}: "
+        words, count = f"{words}{len(assignment)} of {len(self.modules)} modules narrow", s.seeds
         while True:
             seeds = range(SEED, SEED + count)
             self.reference += self._losses(self.base, seeds[len(self.reference) :], "the base")
@@ -293,7 +292,6 @@ class Tuner:
             if met or known.kind != "cannot tell" or not more or count + more > s.most_seeds:
                 break
             count += more
-            self._total += 2 * more * s.steps
         modules = self.modules
         cost = self.base_cost - sum(modules[name][0].cost - each.cost for name, each in assignment.items())
         damage = sum(each.damage for each in assignment.values())
@@ -329,5 +327,4 @@ class Tuner:
 
     def _advance(self, done: int) -> None:
         self._done = done
-        self._total = max(self._total, done)
-        self._on_progress(done, self._total, self._words)
+        self._on_progress(done, self._words)

@@ -3,9 +3,9 @@
     step 120/1000  loss 3.214  2 skipped  scale 65536  0:01:20 left  45,120 tokens/s  1.2 GiB
     packing  120.5 MiB of 1.2 GiB  9.7%  31,204,112 tokens  410,000 tokens/s  0:04:31 left
 
-A plain line is printed for the first update and the last, every 5 seconds, and for every tenth of the steps. Speed
-and time left count from the first update on: neither compiling nor what an earlier session did counts. A full
-disk, a closed terminal or a pipe without a reader loses lines; nothing stops for them (`drop_refusals`).
+A plain line is printed for the first update and the last, every 2.5 seconds, and for every tenth of the steps.
+Speed and time left count from the first update on: neither compiling nor what an earlier session did counts. A
+full disk, a closed terminal or a pipe without a reader loses lines; nothing stops for them (`drop_refusals`).
 """
 
 import math
@@ -16,34 +16,38 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Self, TextIO, cast
+from typing import Any, Self, TextIO
 
 from halfstep.core.errors import as_message
 
 Clock = Callable[[], float]
 
-SECONDS_BETWEEN_LINES = 5.0
+SECONDS_BETWEEN_LINES = 2.5
 NARROWEST_BAR = 6  # columns, with the spaces around it
 _WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}  # a path stays whole
 FOREVER = 1e9  # seconds, thirty years: not worth showing
 
 
 class Progress:
-    """Shows how much of a whole is done. A context manager; subclasses say what is counted."""
+    """Shows how much of a whole is done; of an infinite one, that is not known. A context manager."""
 
     tenths = 0  # how many lines a fast run prints in any case
 
-    def __init__(self, total: int, start: int = 0, stream: TextIO | None = None, *, clock: Clock = time.monotonic):
+    def __init__(
+        self, total: float, start: int = 0, stream: TextIO | None = None, *, clock: Clock = time.monotonic
+    ):
         self.total, self.clock = total, clock
         self._stream = drop_refusals(sys.stderr if stream is None else stream)
         self._first: tuple[float, int] | None = None  # the first update: when, and how much was done
         self._last_line = -math.inf  # when it was printed
-        self._last_tenth = 0
+        self._updated = clock()
+        self._last_tenth = 0.0
         # A dumb terminal (such as one inside an editor) cannot redraw a line.
         self.is_live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
         if self.is_live:
             self._bar = _rich_bar(self._stream)
-            self._task = self._bar.add_task("", total=total, completed=start, label=self._label(start))
+            known = total if total < math.inf else None
+            self._task = self._bar.add_task("", total=known, completed=start, label=self._label(start))
 
     def note(self, text: str) -> None:
         """Prints a line of its own, above the bar if there is one."""
@@ -72,15 +76,19 @@ class Progress:
 
     def _show(self, done: int, parts: Iterable[str]) -> None:
         shown, label = list(filter(None, parts)), self._label(done)
+        now = self.clock()
+        self._stream.expect_silence(2 * (now - self._updated))
+        self._updated = now
         if self.is_live:
             # The last ones are left out where the terminal is too narrow for them and a bar.
             room = terminal_width(self._stream) - len(label) - NARROWEST_BAR
             while len(shown) > 1 and len("  ".join(shown)) > room:
                 shown.pop()
-            numbers = {"completed": done, "total": self.total, "label": label, "refresh": done >= self.total}
+            total = self.total if self.total < math.inf else None
+            numbers = {"completed": done, "total": total, "label": label, "refresh": done >= self.total}
             self._bar.update(self._task, description="  ".join(shown), **numbers)
             return
-        now, tenth = self.clock(), self.tenths * done // max(1, self.total)
+        tenth = self.tenths * done // max(1, self.total)
         is_late = now - self._last_line >= SECONDS_BETWEEN_LINES
         if is_late or tenth > self._last_tenth or done >= self.total:
             self._last_line, self._last_tenth = now, tenth
@@ -92,6 +100,7 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._stream.expect_silence(0.0)
         if self.is_live:
             self._bar.stop()
 
@@ -193,9 +202,9 @@ def terminal_width(stream: TextIO) -> int:
     return 80
 
 
-def drop_refusals(stream: TextIO | None) -> TextIO:
+def drop_refusals(stream: TextIO | None) -> Any:
     """Returns a stream that drops what the given one refuses, and never raises; None drops everything."""
-    return cast(TextIO, stream if isinstance(stream, _Lossy) else _Lossy(stream))
+    return stream if isinstance(stream, _Lossy) else _Lossy(stream)
 
 
 _REFUSALS = (OSError, ValueError)  # ValueError: the stream is closed, or its encoding lacks a letter
@@ -204,8 +213,14 @@ _REFUSALS = (OSError, ValueError)  # ValueError: the stream is closed, or its en
 class _Lossy:
     def __init__(self, stream: TextIO | None):
         self._stream = stream
+        self.heard, self.patience = time.monotonic(), 0.0  # seconds of silence that say nothing new
+
+    def expect_silence(self, seconds: float) -> None:
+        """Counts as heard, without a word; then silence of so many seconds is nothing new."""
+        self.heard, self.patience = time.monotonic(), seconds
 
     def write(self, text: str) -> int:
+        self.heard = time.monotonic()
         if self._stream is not None:
             with suppress(*_REFUSALS):
                 self._stream.write(text)

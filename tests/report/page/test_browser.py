@@ -204,6 +204,6 @@ def test_a_live_page_keeps_up_without_being_loaded_again_and_says_when_it_ends(b
         assert set(browser.requests) == {server.url}
         with open(folder / "events.jsonl", "a") as record:
             record.write("damage\n" + lines([step(201, 1e9)]))
-        browser.until("document.querySelector('p.live').textContent.includes('this line is not JSON')")
+        browser.until("document.querySelector('main').textContent.includes('this line is not JSON')")
     assert [words for words in browser.complaints if "500" not in words] == []
     browser.until("document.querySelector('p.live').textContent.startsWith('no longer live')")

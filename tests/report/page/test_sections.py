@@ -45,7 +45,10 @@ def test_an_fp16_run_shows_its_rules_its_scale_and_marks_skipped_steps():
 
 def test_a_resumed_run_keeps_the_reason_it_was_started_with():
     chosen = run(20, choice={"preset": "fp32", "reason": REASON}, finished=False)
-    assert Page(render([*chosen, *run(20, first=21, resumed_from=20)], "x")).parts["blockquote"] == [REASON]
+    again = [dict(event) for event in run(20, first=21, resumed_from=20)]
+    assert Page(render([*chosen, *again], "x")).parts["blockquote"] == [REASON]
+    again[0]["config"] = again[0]["config"] | {"policy": "fp32"}  # as a resumed run has it
+    assert "The run used fp32. A measurement chose fp32:" in Page(render([*chosen, *again], "x")).text
     # A reason for another precision is no reason for this one.
     assert "blockquote" not in Page(render([*chosen, *run(20, "bf16-mixed", resumed_from=20)], "x")).parts
 
@@ -216,3 +219,26 @@ def test_of_a_step_that_is_made_again_the_later_shadow_counts():
     assert "1 layer left the band" in page(*events).text
     assert "stayed inside" in page(*events, *again).text
     assert "Beside fp32" not in page(*events, start("bf16-mixed", resumed_from=1), step(2, 0.0)).text
+
+
+# Words that are not plain English are explained where they stand
+
+
+def test_a_page_says_how_often_layers_are_sampled_and_what_that_took():
+    events = [dict(event) for event in watched_run(400, 4, sample_every=200)]
+    events[0]["config"] = events[0]["config"] | {"monitor": {"sample_every": 200}}
+    assert "every 200 steps and at the end (monitor.sample_every)." in Page(render(events, "x")).text
+    spent = {"wall": 100.0, "training": 90.0, "first_step": 1.0, "monitor": 5.0, "other": 5.0}
+    events[-1] = events[-1] | {"spent": spent}
+    assert "part of a batch runs again, which took 5 % of the time" in Page(render(events, "x")).text
+    events[0]["config"] = events[0]["config"] | {"monitor": {"sample_every": 0}}
+    assert "after alarms and at the end (monitor.sample_every)" in Page(render(events, "x")).text
+
+
+def test_decibels_and_scales_of_blocks_are_explained_beside_them():
+    page = Page(render(list(watched_run(100, 4)), "x"))
+    assert "dB: how far that noise is below the numbers; 6 dB more halve it." in page.text
+    assert (
+        ":row and :block: one scale for each row, or each 32 numbers of it; else one for the tensor." in page.text
+    )
+    assert "SQNR: how far, in dB, the difference is below the gradient; 6 dB less double it" in page.text

@@ -1,13 +1,17 @@
 """The search around a target that trains nothing: what is asked, kept, resumed and refused."""
 
+import io
+import itertools
 import json
 import math
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from halfstep.cli.main import run
+from halfstep.cli.tune import _Progress
 from halfstep.config.load import read_policy
 from halfstep.core.errors import ConfigError, PolicyError
 from halfstep.core.policy import Policy
@@ -237,11 +241,18 @@ def test_rules_of_the_base_are_kept(tmp_path):
     assert str(found.policy.resolve(NAMES)[FRAGILE].values["compute"].format) == "bf16"
 
 
-def test_progress_reaches_its_end_and_never_exceeds_it(tmp_path):
-    seen = []
-    tuned(Fake({FRAGILE: 0.5}), tmp_path, progress=lambda done, total, words: seen.append((done, total)))
-    assert all(a <= b for a, b in seen)
-    assert sorted(seen) == seen
+def test_progress_counts_steps_and_names_the_most_policies_but_no_total_that_would_grow(tmp_path):
+    stream, now = io.StringIO(), itertools.count(0.0, 60.0)  # each line is late enough to be shown
+    with _Progress(stream, clock=lambda: next(now)) as bar:
+        tuned(Fake({FRAGILE: 0.5}), tmp_path, progress=bar)
+    shown = stream.getvalue().splitlines()
+    steps = [int(re.match(r"tuning, (\d+) steps? trained  [a-z]", line)[1]) for line in shown]
+    assert steps == sorted(steps)
+    assert steps[-1] == 3 * 4 * SETTINGS.steps  # the base and two policies
+    assert any("the base, seed 0" in line for line in shown)
+    assert any(f"matmul 2 of {len(NAMES)}: {NAMES[1]} with grad in e5m2" in line for line in shown)
+    assert any("policy 2 of at most 12: 5 of 6 modules narrow, seed 3" in line for line in shown)
+    assert not any("left" in line for line in shown)
 
 
 @pytest.mark.parametrize(

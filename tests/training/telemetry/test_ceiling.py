@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 
 import pytest
 
@@ -37,7 +38,6 @@ class Backend:
 
 
 TIMINGS = [
-    Timing(FP32, (8192, 8192, 8192), (1e-9,)),  # is timed for comparison, and is not the run's format
     Timing(BF16, (4096, 4096, 4096), (2e-4,)),
     Timing(BF16, (8192, 8192, 8192), (2e-3, 1e-3, 9.0)),  # other work slowed some repeats
 ]
@@ -67,12 +67,11 @@ def test_a_cpu_is_asked_for_less(ask, monkeypatch):
     ask(backend)
     own = (8 * 128, 128, 512)  # the matmul of `tiny` may suit the CPU better than the others
     (_, formats, budget, shapes) = backend.asked[0]
-    assert (formats, budget, set(shapes)) == ([BF16], probe.CPU_CEILING_BUDGET, {*probe.CPU_CEILING, own})
+    assert (formats, budget, set(shapes)) == ([BF16], probe.CEILING_BUDGET, {*probe.CPU_CEILING, own})
     assert list(shapes) == sorted(shapes, key=math.prod)
     ask(backend, "bf16-mixed", "training.batch=4096")
     assert backend.asked[1][3] == probe.CPU_CEILING  # one that is too large is not timed
-    assert probe.CPU_CEILING_BUDGET <= 0.3
-    assert probe.CEILING_BUDGET < 2
+    assert probe.CEILING_BUDGET < 1
 
 
 @pytest.mark.parametrize(
@@ -111,7 +110,21 @@ def test_a_resumed_run_measures_again_only_on_another_device(ask, tmp_path):
 @pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.prove)])
 def test_backends_measure_it(backend, monkeypatch):
     pytest.importorskip(backend)
-    monkeypatch.setattr(probe, "CPU_CEILING_BUDGET", 20.0)  # a loaded machine compiles for longer than ours
+    monkeypatch.setattr(probe, "CEILING_BUDGET", 20.0)  # a loaded machine compiles for longer than ours
     found = probe.measure_ceiling(load("tiny", [f"backend={backend}"]), Policy.parse("fp32"), "cpu")
     assert 1e6 < found.flops < 1e15
     assert found.basis.startswith("fp32 matmuls at ")
+
+
+def test_the_peak_of_a_cpu_is_at_least_what_one_large_matmul_reaches_beside_it():
+    """Both are timed in turns, and their best counts: other work slows all of them alike."""
+    torch = pytest.importorskip("torch")
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    peaks, rates = [], []
+    for _ in range(3):
+        peaks.append(probe.measure_ceiling(load("tiny"), Policy.parse("fp32"), "cpu").flops)
+        for _ in range(5):
+            begun = time.perf_counter()
+            torch.mm(a, b)
+            rates.append(2 * 1024**3 / (time.perf_counter() - begun))
+    assert max(peaks) > 0.5 * max(rates)

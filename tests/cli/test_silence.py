@@ -1,0 +1,93 @@
+"""No command is silent for long: it says what it does, and after some seconds that it still works."""
+
+import io
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+import halfstep
+from halfstep.cli.main import run
+from halfstep.cli.output import Pulse
+from halfstep.training.telemetry.progress import StepProgress, drop_refusals
+from tests.silence import silences
+
+SLOW = {"torch": 9.0}  # seconds that its import takes longer
+LONGEST = 6.0  # two thirds of it: a busy machine is late, but not by so much
+
+
+def test_signs_of_life_come_soon_at_first_and_then_ever_later():
+    stream = drop_refusals(io.StringIO())
+    stream.heard = 100.0
+    pulse = Pulse(stream)
+    times = [100 + tick / 4 for tick in range(4 * 60)]
+    spoken = [(now - 100, words) for now in times if (words := pulse.words(now))]
+    assert spoken[0] == (2.5, "still working after 2 s")
+    assert [at for at, _ in spoken] == [2.5, 5.0, 7.5, 10.0, 12.5, 15.75, 19.75, 24.75, 31.0, 38.75, 48.5]
+    stream.heard = 160.0  # something else was said
+    assert not pulse.words(162.0)
+    assert pulse.words(162.5)
+    stream.patience = math.inf
+    assert not pulse.words(1e9)
+
+
+def test_steps_that_take_long_are_no_silence_until_one_takes_twice_as_long():
+    now = [100.0]
+    with StepProgress(10, stream=io.StringIO(), clock=lambda: now[0]) as bar:
+        pulse = Pulse(bar._stream)
+        bar.update(1)
+        now[0] += 30.0
+        bar.update(2)
+        begun = bar._stream.heard
+        assert not pulse.words(begun + 59.0)
+        assert pulse.words(begun + 61.0)
+    assert pulse.words(bar._stream.heard + 120.0)
+
+
+def test_what_is_imported_slowly_is_announced_and_broken_by_signs_of_life(arguments, out, tmp_path):
+    assert run(arguments) == 0
+    code, said, gaps = silences(["eval", str(out), "--device", "cpu"], tmp_path, SLOW)
+    assert code == 0, said
+    assert sum(seconds for seconds, _ in gaps) > SLOW["torch"]
+    assert max(gaps)[0] < LONGEST, (max(gaps), said)
+    assert re.search(r"loading `.*`\r?\nstill working after [23] s\r?\nstill working after [56]", said)
+
+
+COMMANDS = {
+    "train": "train --out other",
+    "resume": "train --resume --out RUN --set training.steps=4",
+    "sample": "sample RUN --length 4",
+    "export": "export RUN --to safetensors",
+    "artifact": "export RUN --to artifact",
+    "report": "report RUN",
+    "runs": "runs .",
+    "audit of a run": "audit RUN",
+    "audit of a recipe": "audit tiny",
+    "probe": "probe --backend torch --budget 0.2",
+    "plan": "plan tiny --gpu h200",
+    "compare": "compare fp32 bf16-mixed --steps 2 --seeds 2 --out compared",
+    "tune": "tune tiny --base fp32 --steps 2 --seeds 2 --most-seeds 2 --policies 1 --out tuned",
+}
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_command_is_silent_for_long(name, terminal, arguments, small, out, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(arguments) == 0
+    words = [str(out) if word == "RUN" else word for word in COMMANDS[name].split()]
+    if name in ("train", "compare", "tune"):
+        words += small
+    code, said, gaps = silences(words, tmp_path, SLOW, terminal=terminal)
+    assert code in (0, 1, 3), said
+    assert max(gaps)[0] < LONGEST, (max(gaps), said)
+
+
+def test_no_message_guesses_how_long_something_takes():
+    """A guess is wrong on another machine; what is said is a bound, or what was measured."""
+    guess = re.compile(r"(about|around|some|roughly) (\{[^}]*\}|[\d.]+) ?(s|seconds|minutes|min)\b")
+    for path in Path(halfstep.__file__).parent.rglob("*.py"):
+        found = guess.search(path.read_text(encoding="utf-8"))
+        assert found is None, f"{path}: {found[0]}"

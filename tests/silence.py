@@ -1,0 +1,47 @@
+"""How long a command of halfstep is silent, on a terminal or in a pipe, while imports take long."""
+
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+
+# A module that takes longer to import, as from a disk that is cold or a machine that is busy.
+SLOW = """
+import sys, time
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name in {slow!r}:
+            time.sleep({slow!r}.pop(name))
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def silences(words, folder, slow, *, terminal=False):
+    """Runs `halfstep WORDS`; returns its exit code, what it printed, and each silence with what was said before.
+
+    `slow` has seconds by module: what importing it takes longer.
+    """
+    (folder / "sitecustomize.py").write_text(SLOW.format(slow=dict(slow)))
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ours, theirs = pty.openpty() if terminal else os.pipe()
+    begun = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "halfstep", *words],
+        stdout=theirs, stderr=theirs, env=os.environ | {"PYTHONPATH": path, "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(theirs)
+    said, gaps = "", []
+    while True:
+        select.select([ours], [], [])
+        try:
+            text = os.read(ours, 65536).decode(errors="replace")
+        except OSError:  # the terminal has no writer any more
+            text = ""
+        now = time.monotonic()
+        gaps.append((now - begun, said[-200:]))
+        begun, said = now, said + text
+        if not text:
+            os.close(ours)
+            return process.wait(), said, gaps
