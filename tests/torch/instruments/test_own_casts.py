@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.run import prepare
+from halfstep.training.run.monitor import shadow_finding
 from tests.torch.instruments.test_replay import same_states
 
 WIDTH, ROWS = 32, 24
@@ -168,6 +169,9 @@ def test_a_cast_in_the_models_own_code_is_outside_and_named(policy, planted, dty
     assert f"`{module}` casts to {dtype} (test_own_casts.py:" in result.describe()
     assert result.to_event()["casts"][module].startswith(f"casts to {dtype}")
     assert result.unwidened == {}
+    finding = shadow_finding(result)
+    assert (finding.where, finding.policy_rule) == ([module], None)
+    assert finding.fix.startswith("take the casts out of its code")
 
 
 def widened_and_back(x):
