@@ -200,7 +200,10 @@ class Shadow:
             f"loss {self.loss:.6g}, in fp32 {self.reference:.6g}: {self.difference:+.3g}, {where} of what noise "
             f"of {self.noise} does ({low:+.3g} to {high:+.3g})",
             self.describe() or f"the gradients of all {len(self.layers)} layers are inside",
-            *(f"not widened in the fp32 pass: {_list_names([name])}: {why}" for name, why in self.unwidened.items()),
+            *(
+                f"not widened in the fp32 pass: {_list_names([name])}: {why}"
+                for name, why in self.unwidened.items()
+            ),
         ]
         width = max(map(len, [*self.layers, "layer"]))
         lines.append(f"{'layer':<{width}}  {'cosine':>10} {'lowest':>10}  {'norm':>8}  {'SQNR':>9} {'lowest':>9}")

@@ -37,6 +37,7 @@ _OPERANDS = {
 _ATTENTION = "_scaled_dot_product"
 _RANDOM = ("bernoulli", "rand", "normal", "uniform", "exponential", "geometric", "multinomial", "random", "cauchy")
 _EXPONENT = 0x7F800000
+_Precisions = Mapping[str, Precision] | None
 
 
 def shift_by_half_ulp(x: Tensor, fmt: Format, draw: int) -> Tensor:
@@ -93,14 +94,10 @@ class RandomNumbers:
 
 
 class PassMode(TorchDispatchMode):
-    """One pass: random numbers from `draws`, without the model's `own` casts and with noise number `draw`, if given."""
+    """One pass: random numbers from `draws`; without `own` casts, and with noise number `draw`, if given."""
 
     def __init__(
-        self,
-        draws: RandomNumbers,
-        own: OwnCasts | None = None,
-        precisions: Mapping[str, Precision] | None = None,
-        draw: int = 0,
+        self, draws: RandomNumbers, own: OwnCasts | None = None, precisions: _Precisions = None, draw: int = 0
     ):
         super().__init__()
         self._numbers, self._own, self._precisions, self._draw = draws, own, precisions, draw
@@ -115,8 +112,7 @@ class PassMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation, with kept random numbers and noise where they apply."""
-        kwargs, name = kwargs or {}, func.overloadpacket.__name__
-        module = self._running.here()
+        kwargs, name, module = kwargs or {}, func.overloadpacket.__name__, self._running.here()
         if self._own is not None:
             args, kwargs = self._own.widen(func, args, kwargs, module, product=name in _OPERANDS)
         if name == "native_dropout" or name.startswith(_RANDOM):

@@ -2,17 +2,15 @@
 
 Seen as operations, `x.to(torch.float8_e4m3fn)`, `x.half()`, `torch.empty(dtype=...)`, `x.type_as(y)`,
 `softmax(dtype=...)` and what autocast does are alike: a narrow dtype among the arguments. Who asks is read off the
-Python stack: the first line that is neither torch's nor one of ours that only passes a call on. What halfstep casts
-follows the precision of modules and stays.
+Python stack: the first line that is neither torch's nor one of ours that only passes a call on.
 
-Some code cannot run on wide numbers. Where a pass fails, such modules and those around them run as written, and the
-shadow says so, as it does of bits, of other packages' kernels and of memory that is read by its address.
+Where a pass fails on wide numbers, the module and those around it run as written, and the shadow says so, as it
+does of bits, of other packages' kernels and of memory that is read by its address.
 """
 
 import sys
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -24,14 +22,6 @@ _PASS_ON = {__name__, "halfstep.torch.instruments.noise", "halfstep.torch.instru
     f"halfstep.torch.convert.functions.{name}" for name in ("mode", "custom", "entry")
 }
 _OF_TORCH = ("aten", "prims", "c10d", "_c10d_functional", "fsdp")
-
-
-class _BitsError(Exception):
-    """Raised where bits of wide numbers would be read as those of narrow ones."""
-
-
-class _MemoryError(_BitsError):
-    """Raised where a kernel would do so, and whose casts made the numbers is unknown."""
 
 
 class OwnCasts:
@@ -46,10 +36,9 @@ class OwnCasts:
         self._kept, self._last = set[type](), ""
 
     def keep(self, error: Exception) -> bool:
-        """Lets the module that failed, and those around it, run as written; the second time all. False if they do."""
+        """Lets the module that failed and those around it run as written, then all. False if all do."""
         around = {kind for name, kind in self.kinds.items() if f"{self._last}.".startswith(f"{name}.") or not name}
-        if around <= self._kept or isinstance(error, _MemoryError):
-            around = {*self.kinds.values()}
+        around = {*self.kinds.values()} if around <= self._kept else around
         if around <= self._kept:
             return False
         self._kept |= around
@@ -57,49 +46,47 @@ class OwnCasts:
         self._note(self.unwidened, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
         return True
 
-    def _note(self, where: dict[str, str], what: str) -> None:
-        if not self.as_written:
-            where.setdefault(self._last, what)
-
     def widen(self, func: Any, args: Any, kwargs: Any, module: str, *, product: bool) -> tuple[Any, Any]:
         """Returns the arguments of an operation, with fp32 in place of narrow floats."""
-        self._last, kept = module, self.kinds[module] in self._kept
+        self._last, kept, asked = module, self.kinds[module] in self._kept, kwargs.get("dtype")
         floats = {x.dtype for x in args if isinstance(x, Tensor) and x.is_floating_point()}
         if floats and func.namespace not in _OF_TORCH and (place := _asked_at()):
             self._note(self.unwidened, f"`{func}` is a kernel of its own ({place})")
-        if func is torch.ops.aten.view.dtype:
-            self._check_bits(*args, kept)
-        if _is_narrow(kwargs.get("dtype")) and (place := _asked_at()):
-            asked = f"casts to {kwargs['dtype']} ({place})".replace("torch.", "", 1)
-            self._note(self.unwidened if kept else self.casts, asked)
+        if (
+            func is torch.ops.aten.view.dtype
+            and bool(floats) != args[1].is_floating_point
+            and (place := _asked_at())
+        ):
+            self._note(self.unwidened, f"reads or writes bits ({place})")
+            if args[1].itemsize < args[0].itemsize and not kept:
+                raise ValueError  # they would be those of the wide number
+        if asked is not None and _is_narrow(asked) and (place := _asked_at()):
+            what = f"casts to {str(asked).removeprefix('torch.')} ({place})"
+            self._note(self.unwidened if kept else self.casts, what)
             kwargs = kwargs if kept or module in self.as_written else {**kwargs, "dtype": torch.float32}
         if product and len(floats) > 1:  # with a batch, or a buffer, that is narrow before any pass
             args = [x.float() if isinstance(x, Tensor) and _is_narrow(x.dtype) else x for x in args]
         return args, kwargs
 
-    def _check_bits(self, x: Tensor, dtype: torch.dtype, kept: bool) -> None:
-        if x.is_floating_point() != dtype.is_floating_point and (place := _asked_at()):
-            self._note(self.unwidened, f"reads or writes bits ({place})")
-            if dtype.itemsize < x.itemsize and not kept:
-                raise _BitsError
-
     def watch_memory(self) -> Patches:
-        """Until undone: stops a pass where a kernel would read wide numbers, by their address, as narrow ones."""
-        patches, thread = Patches(), get_ident()
+        """Notes, until undone, whose kernels read memory by its address: what they cast is out of sight."""
 
         def data_ptr(original: Any, x: Tensor) -> Any:
-            wide = get_ident() == thread and not self._kept >= {*self.kinds.values()}
-            if wide and (place := _asked_at("triton")):
+            if place := _asked_at("triton"):
                 self._note(self.unwidened, f"a kernel reads its memory ({place})")
-                raise _MemoryError
             return original(x)
 
+        patches = Patches()
         patches.wrap(Tensor, "data_ptr", data_ptr)
         return patches
 
+    def _note(self, where: dict[str, str], what: str) -> None:
+        if not self.as_written:
+            where.setdefault(self._last, what)
 
-def _is_narrow(dtype: torch.dtype | None) -> bool:
-    return dtype is not None and dtype.is_floating_point and dtype.itemsize < 4
+
+def _is_narrow(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize < 4
 
 
 def _asked_at(through: str = "torch") -> str:

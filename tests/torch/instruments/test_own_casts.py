@@ -1,4 +1,4 @@
-"""Faults that a model's own code makes: shadow names the module, and is silent about the same model without them."""
+"""Faults in a model's own code: a shadow names the module, and is silent about the same model without them."""
 
 import ctypes
 from functools import partial
@@ -232,7 +232,10 @@ CANNOT = {
     "a check of its dtype": (only_bf16, "TypeError: flash kernels take bf16"),
     "a matmul of fp8": (scaled_matmul, "RuntimeError: "),
     "memory": (read_by_address, "a kernel reads its memory (test_own_casts.py:"),
-    "a registered kernel": (squeeze, "`halfstep_tests.squeeze.default` is a kernel of its own (test_own_casts.py:"),
+    "a registered kernel": (
+        squeeze,
+        "`halfstep_tests.squeeze.default` is a kernel of its own (test_own_casts.py:",
+    ),
 }
 
 
