@@ -270,6 +270,7 @@ class Run(Engine):
 
         Beside them is what noise of half an ulp on every operand of a matmul does: `result.outside` names layers
         that it does not explain, `result.causes` the modules that alone lead there, and `print` shows all of them.
+        Casts in the model's own code are left out of the fp32 pass; `result.unwidened` has what could not be.
         Nothing that is trained depends on it. Runs the micro-batches ten times, eagerly, and waits for the device.
         """
         self._check_trains()
