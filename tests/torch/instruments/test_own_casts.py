@@ -119,6 +119,11 @@ def bfloats(x):
     return x.bfloat16().to(x.dtype)
 
 
+def with_a_walk(x):
+    steps = torch.rand(x.shape, dtype=torch.bfloat16)
+    return x + steps.cumsum(-2).to(x.dtype) * 0.01
+
+
 def under_autocast(x):
     with torch.autocast("cpu", torch.bfloat16):
         return torch.mm(x.flatten(0, 1), torch.eye(WIDTH)).view(x.shape).to(x.dtype)
@@ -154,6 +159,7 @@ FAULTS = {
     "a softmax's dtype in fp16": ("fp16-mixed", {"softmax": softmax_in_bf16}, "bfloat16"),
     "half in fp32": ("fp32", {"norm": halves}, "float16"),
     "bfloat16 in fp32": ("fp32", {"norm": bfloats}, "bfloat16"),
+    "random numbers in fp32": ("fp32", {"norm": with_a_walk}, "bfloat16"),
     "autocast in fp32": ("fp32", {"norm": under_autocast}, "bfloat16"),
     "a softmax's dtype in fp32": ("fp32", {"softmax": softmax_in_bf16}, "bfloat16"),
     "a softmax by hand in fp32": ("fp32", {"softmax": softmax_by_hand}, "bfloat16"),
