@@ -70,13 +70,16 @@ class _ShadowPasses:
             return result
 
         def leads_outside(names: list[str]) -> bool:
-            self.own.as_written = given = {name: self.precisions[name] for name in names}
-            try:
-                passed = self._run(given, PassMode(self.draws, self.own))
-            except Exception:
-                return len(names) > 1  # their code does not take what the rest gives in fp32: fewer of them may
-            alone = compare_passes(self._compare_with_reference(passed), reference, noisy, noise)
-            return bool(alone.outside) or alone.loss_outside or not alone.finite
+            below = [n for n in self.precisions if any(f"{n}.".startswith(f"{name}.") for name in names)]
+            for group in (names, below):
+                self.own.as_written = given = {name: self.precisions[name] for name in group}
+                try:
+                    passed = self._run(given, PassMode(self.draws, self.own))
+                except Exception:  # their code does not take what the rest gives in fp32
+                    continue
+                alone = compare_passes(self._compare_with_reference(passed), reference, noisy, noise)
+                return bool(alone.outside) or alone.loss_outside or not alone.finite
+            return len(names) > 1  # fewer of them may run
 
         suspects = [
             n for n, precision in self.precisions.items() if precision != Precision() or n in self.own.casts
