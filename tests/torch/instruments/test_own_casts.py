@@ -311,8 +311,8 @@ class Sums(nn.Module):
 
     def forward(self, x):
         sums = torch.zeros(1, WIDTH, dtype=self.dtype)
-        rows = self.up(x).square()
-        for rows in (rows if self.dtype is torch.bfloat16 else rows.to(self.dtype)).split(1):
+        squares = self.up(x).square()  # in bf16, which a buffer of another dtype refuses
+        for rows in (squares if self.dtype is torch.bfloat16 else squares.to(self.dtype)).split(1):
             sums = sums.index_add(0, torch.zeros(1, dtype=torch.long), rows)
         return sums / len(x)
 
