@@ -24,7 +24,7 @@ from halfstep import mlx as halfstep_mlx
 from halfstep.torch import AdamW, prepare
 
 DOCS = Path(__file__).parents[2] / "docs"
-NUMBERS = {"backends.md": 15, "checkpoints.md": 4, "models.md": 1, "monitor.md": 3, "recipes.md": 1, "tune.md": 1}
+NUMBERS = {"backends.md": 15, "checkpoints.md": 4, "models.md": 1, "monitor.md": 3, "recipes.md": 1, "tune.md": 2}
 # Pages that another test runs, or whose Python is from files that others run.
 OTHERS = {"examples.md", "export.md", "fp8.md", "index.md", "many_gpus.md", "migration.md", "solve.md"}
 BLOCKS = [
@@ -155,12 +155,18 @@ def test_instruments_of_torch(capsys):
     assert ran["run"].num_applied == 2
 
 
+def test_the_kinds_of_operation():
+    model, batch, loss_fn = small_torch()
+    names = {"model": model, "loss_fn": loss_fn, "batch": batch, "optimizer": AdamW(model.parameters(), lr=1e-3)}
+    assert 0 < run_block("tune.md", 0, prepare=prepare, **names)["lost"]["matmul"] < 1e-3
+
+
 def test_a_factory_for_the_tuner():
     import torch.nn.functional as F
 
     batch = {"x": torch.randn(4, 4), "y": torch.arange(4)}
     given = {"Net": lambda: torch.nn.Linear(4, 4), "load_batches": lambda: ([batch], [batch])}
-    model, _, loss_fn, batches, _ = run_block("tune.md", 0, torch=torch, F=F, **given)["factory"]()
+    model, _, loss_fn, batches, _ = run_block("tune.md", 1, torch=torch, F=F, **given)["factory"]()
     loss_fn(batches[0]).backward()
     assert model.weight.grad is not None
 

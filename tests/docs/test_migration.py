@@ -11,7 +11,9 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from halfstep.core.errors import HalfstepError  # noqa: E402
+from halfstep.core.policy import Policy  # noqa: E402
 from halfstep.torch import prepare  # noqa: E402
+from halfstep.torch.numerics.dtypes import describe  # noqa: E402
 from tests.docs.test_taught import check, read_blocks  # noqa: E402
 
 PATH = Path(__file__).parents[2] / "docs" / "migration.md"
@@ -116,6 +118,17 @@ def test_bf16_true_holds_what_the_page_says():
     narrow, wide = torch.bfloat16, torch.float32
     assert held["bf16-true"] == held["bf16-true,param=bf16:stochastic"] == (narrow, wide)
     assert held["bf16-true,moments=bf16"] == (narrow, narrow)
+
+
+def test_what_is_said_of_tensorflow_and_gaudi_holds():
+    section = OTHERS.partition("## TensorFlow")[2]
+    for theirs, ours in (("mixed_bfloat16", "bf16-mixed"), ("mixed_float16", "fp16-mixed")):
+        assert f"`{theirs}`" in section
+        assert f"`{ours}`" in section
+        assert Policy.parse(theirs) == Policy.parse(ours)
+    assert "refuses a model on `hpu`" in section
+    with pytest.raises(HalfstepError, match="knows nothing about the torch device `hpu`"):
+        describe(torch.device("hpu"))
 
 
 def test_before_and_after_learn_the_same():

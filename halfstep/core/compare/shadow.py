@@ -16,7 +16,7 @@ their distance from 1, norms by theirs.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from halfstep.core.compare.gaps import t_quantile
@@ -137,6 +137,8 @@ class Shadow:
     layers: dict[str, LayerShadow]  # empty if a pass was not finite
     noise: str  # the formats whose half ulps the noise is
     causes: tuple[str, ...] = ()  # modules that alone, the rest in fp32, lead outside
+    casts: Mapping[str, str] = field(default_factory=dict)  # what modules cast in their own code, and not in fp32
+    unwidened: Mapping[str, str] = field(default_factory=dict)  # why the fp32 pass is as narrow as the step there
 
     @property
     def difference(self) -> float:
@@ -173,8 +175,9 @@ class Shadow:
             return ""
         if self.causes:
             alone = "each of them alone" if len(self.causes) > 1 else "alone, with the rest in fp32,"
+            own = "".join(f"; `{name}` {self.casts[name]}" for name in self.causes if name in self.casts)
             return f"{_list_names(self.causes)} {alone} changes gradients more than noise of {self.noise} does" + (
-                f" ({len(found)} of {len(self.layers)} layers are affected)" if found else ""
+                f" ({len(found)} of {len(self.layers)} layers are affected){own}" if found else own
             )
         what = f"the gradients of {_list_names(found)}" if found else "the loss"
         differ = "differ" if found else "differs"
@@ -185,7 +188,8 @@ class Shadow:
         numbers = {"loss": self.loss, "reference": self.reference, "difference": self.difference}
         layers = {name: layer.to_dict() for name, layer in self.layers.items()}
         rest = {"layers": layers, "noise": self.noise, "causes": list(self.causes)}
-        return {**numbers, "band": [*self.band], **rest}
+        own = {"casts": dict(self.casts), "unwidened": dict(self.unwidened)}
+        return {**numbers, "band": [*self.band], **rest, **own}
 
     def __str__(self) -> str:
         if not self.finite:
@@ -196,6 +200,10 @@ class Shadow:
             f"loss {self.loss:.6g}, in fp32 {self.reference:.6g}: {self.difference:+.3g}, {where} of what noise "
             f"of {self.noise} does ({low:+.3g} to {high:+.3g})",
             self.describe() or f"the gradients of all {len(self.layers)} layers are inside",
+            *(
+                f"not widened in the fp32 pass: {_list_names([name])}: {why}"
+                for name, why in self.unwidened.items()
+            ),
         ]
         width = max(map(len, [*self.layers, "layer"]))
         lines.append(f"{'layer':<{width}}  {'cosine':>10} {'lowest':>10}  {'norm':>8}  {'SQNR':>9} {'lowest':>9}")

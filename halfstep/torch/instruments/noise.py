@@ -25,6 +25,7 @@ from halfstep.core.errors import ReplayError
 from halfstep.core.formats import Format
 from halfstep.core.precision import Precision
 from halfstep.core.roles import is_narrow
+from halfstep.torch.instruments.own_casts import OwnCasts
 from halfstep.torch.instruments.replay import RunningModules
 
 # Where the operands of an operation are among its arguments.
@@ -36,6 +37,7 @@ _OPERANDS = {
 _ATTENTION = "_scaled_dot_product"
 _RANDOM = ("bernoulli", "rand", "normal", "uniform", "exponential", "geometric", "multinomial", "random", "cauchy")
 _EXPONENT = 0x7F800000
+_Precisions = Mapping[str, Precision] | None
 
 
 def shift_by_half_ulp(x: Tensor, fmt: Format, draw: int) -> Tensor:
@@ -88,24 +90,31 @@ class RandomNumbers:
         if name.endswith("_"):
             return args[0].copy_(numbers)
         like = args[0] if args and isinstance(args[0], Tensor) and numbers.is_floating_point() else numbers
-        return numbers.to(like.dtype, copy=True)
+        return numbers.to(kwargs.get("dtype") or like.dtype, copy=True)
 
 
 class PassMode(TorchDispatchMode):
-    """One pass of a model: random numbers from `draws`, and noise number `draw` by `precisions`, if given."""
+    """One pass: random numbers from `draws`; without `own` casts, and with noise number `draw`, if given."""
 
-    def __init__(self, draws: RandomNumbers, precisions: Mapping[str, Precision] | None = None, draw: int = 0):
+    def __init__(
+        self, draws: RandomNumbers, own: OwnCasts | None = None, precisions: _Precisions = None, draw: int = 0
+    ):
         super().__init__()
-        self._numbers, self._precisions, self._draw = draws, precisions, draw
+        self._numbers, self._own, self._precisions, self._draw = draws, own, precisions, draw
         self._running = RunningModules()
 
     def watch(self, model: nn.Module) -> ExitStack:
         """Follows which module runs, until the stack is closed."""
-        return self._running.follow(model, self._precisions or ())
+        stack = self._running.follow(model, self._own.kinds if self._own else ())
+        if self._own is not None:
+            stack.callback(self._own.watch_memory().undo)
+        return stack
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation, with kept random numbers and noise where they apply."""
-        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        kwargs, name, module = kwargs or {}, func.overloadpacket.__name__, self._running.here()
+        if self._own is not None:
+            args, kwargs = self._own.widen(func, args, kwargs, module, product=name in _OPERANDS)
         if name == "native_dropout" or name.startswith(_RANDOM):
             return self._numbers.draw(name, func, args, kwargs)
         if name.startswith(_ATTENTION):
@@ -113,7 +122,7 @@ class PassMode(TorchDispatchMode):
         if self._precisions is None:
             return func(*args, **kwargs)
         node = torch._C._current_autograd_node()
-        returned = func(*self._add_noise(name, args, node), **kwargs)
+        returned = func(*self._add_noise(name, args, module, node), **kwargs)
         if name in ("add", "add_") and _is_stream(*args[:2]) and "AccumulateGrad" not in str(node and node.name()):
             base = self._precisions.get("") or Precision()
             returned.copy_(
@@ -121,8 +130,7 @@ class PassMode(TorchDispatchMode):
             )
         return returned
 
-    def _add_noise(self, name: str, args: Any, node: Any) -> Any:
-        module = self._running.here()
+    def _add_noise(self, name: str, args: Any, module: str, node: Any) -> Any:
         places: tuple[int, ...] = _OPERANDS.get(name, ())
         if name.startswith(_ATTENTION):
             places = (0, 1, 2, 3) if name.endswith("_backward") else (0, 1, 2)

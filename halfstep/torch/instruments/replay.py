@@ -227,7 +227,7 @@ class RunningModules:
     def here(self) -> str:
         """Returns the module that the next operation belongs to; to be called for each."""
         node = torch._C._current_autograd_node()
-        if node is not None:
+        if node is not None and len(self.names) == 1:  # else a forward pass that checkpointing runs again
             return self._by_node.get(node._sequence_nr(), "")
         newest = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
         # The first operation counts: others without a node of their own may follow.

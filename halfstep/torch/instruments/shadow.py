@@ -1,7 +1,7 @@
 """Compares a step with the same step in fp32, and with noise of its format (definitions: core/compare/shadow.py).
 
     the policy's pass        as the step computes, eagerly; its random numbers are those of the next step
-    the fp32 pass            all modules in fp32, with whole masters
+    the fp32 pass            all modules in fp32, with whole masters, without the model's own casts (own_casts.py)
     DRAWS noisy passes       in fp32, with every operand of every matmul moved by half an ulp (noise.py)
     if a number is           groups of modules in the policy's formats, the rest in fp32, halved until single
     outside of the band      modules remain that lead outside by themselves: the causes
@@ -24,6 +24,7 @@ from halfstep.core.formats import FP32
 from halfstep.core.precision import Precision
 from halfstep.torch.instruments.noise import PassMode, RandomNumbers
 from halfstep.torch.instruments.observe.sums import sum_dtype
+from halfstep.torch.instruments.own_casts import OwnCasts
 from halfstep.torch.instruments.replay import Replay, precisions_of, replay, switch_formats
 from halfstep.torch.numerics.shards import local
 
@@ -46,38 +47,60 @@ class _ShadowPasses:
             raise ReplayError("there are no batches to run again", hint="pass those of a step: [batch]")
         self.run, self.loss_fn, self.batches = run, loss_fn, batches
         self.precisions, self.draws = precisions_of(run.model), RandomNumbers()
+        self.own = OwnCasts(run.model, self.precisions)
 
     def compare(self) -> Shadow:
         """Runs all passes."""
         noise = " and ".join(dict.fromkeys(str(p.operand.format) for p in self.precisions.values()))
         first = self._run(self.precisions, PassMode(self.draws))
-        self.reference = self._run({}, PassMode(self.draws), FP32)
+        self.reference = self._run_reference()
         ours = self._compare_with_reference(first)
         del first  # gradients of the whole model
         noisy = [
-            self._compare_with_reference(self._run({}, PassMode(self.draws, self.precisions, draw), FP32))
+            self._compare_with_reference(
+                self._run({}, PassMode(self.draws, self.own, self.precisions, draw), FP32)
+            )
             for draw in range(DRAWS)
         ]
         reference = float(self.reference.loss)
-        result = compare_passes(ours, reference, noisy, noise)
+        result = replace(
+            compare_passes(ours, reference, noisy, noise), casts=self.own.casts, unwidened=self.own.unwidened
+        )
         if not result.outside and not result.loss_outside:
             return result
 
         def leads_outside(names: list[str]) -> bool:
-            given = {name: self.precisions[name] for name in names}
-            alone = compare_passes(
-                self._compare_with_reference(self._run(given, PassMode(self.draws))), reference, noisy, noise
-            )
-            return bool(alone.outside) or alone.loss_outside or not alone.finite
+            below = [n for n in self.precisions if any(f"{n}.".startswith(f"{name}.") for name in names)]
+            for group in (names, below):
+                self.own.as_written = given = {name: self.precisions[name] for name in group}
+                try:
+                    passed = self._run(given, PassMode(self.draws, self.own))
+                except Exception:  # their code does not take what the rest gives in fp32
+                    continue
+                alone = compare_passes(self._compare_with_reference(passed), reference, noisy, noise)
+                return bool(alone.outside) or alone.loss_outside or not alone.finite
+            return len(names) > 1  # fewer of them may run
 
-        suspects = [name for name, precision in self.precisions.items() if precision != Precision()]
+        suspects = [
+            n for n, precision in self.precisions.items() if precision != Precision() or n in self.own.casts
+        ]
         return replace(result, causes=tuple(_causes(suspects, leads_outside)))
 
+    def _run_reference(self) -> Replay:
+        """Runs the fp32 pass, with those of the model's own casts that it cannot do without."""
+        while True:
+            try:
+                return self._run({}, PassMode(self.draws, self.own), FP32)
+            except Exception as error:
+                if not self.own.keep(error):
+                    raise
+
     def _run(self, precisions: Mapping[str, Precision], mode: PassMode, accumulate: Any = None) -> Replay:
-        with switch_formats(self.run, precisions), mode.watch(self.run.model), mode:
-            result = replay(self.run, self.loss_fn, self.batches, accumulate)
-        self.draws.rewind()
-        return result
+        try:
+            with switch_formats(self.run, precisions), mode.watch(self.run.model), mode:
+                return replay(self.run, self.loss_fn, self.batches, accumulate)
+        finally:
+            self.draws.rewind()
 
     def _compare_with_reference(self, given: Replay) -> Pass:
         """Compares gradients with those of the fp32 pass on the device, and reads the sums."""

@@ -83,30 +83,32 @@ class Study:
         """Returns the share of a step's descent that is lost under a policy instead of the run's."""
         wanted = precisions(policy, self.names)
         changed = {n: p for n, p in wanted.items() if n in self._base and p != self._ruled[n]}
-        return self._damage(self._gradients(changed))
+        return share_lost(self._reference, self._gradients(changed))
 
     def _gradients(self, changed: dict[str, Precision]) -> dict[str, Tensor]:
         with switch_formats(self.run, {**self._base, **changed}):
             torch.manual_seed(0)  # the same dropout each time
             return replay(self.run, self._loss_fn, self._batches).gradients
 
-    def _damage(self, grads: dict[str, Tensor]) -> float:
-        lost, whole = 0.0, 0.0
-        rows = []
-        for name, reference in self._reference.items():
-            other = grads.get(name)
-            if other is None:
-                other = torch.zeros_like(reference)
-            # In fp64, of sums in fp32 that are relative to the norm: 1 - cos is as small as e^2 / 2.
-            norm, size = reference.norm(), other.norm()
-            apart = (reference / norm - other / size).norm()
-            rows.append(torch.stack([norm.double(), size.double(), apart.double()]))
-        for norm, size, apart in torch.stack(rows).tolist():
-            if not all(map(math.isfinite, (norm, size))):
-                return math.inf
-            whole += norm
-            lost += 0.0 if norm == 0 else norm if size == 0 else norm * apart**2 / 2
-        return lost / whole if whole else 0.0
+
+def share_lost(references: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> float:
+    """Returns the share of a step's descent that is lost with these gradients."""
+    lost, whole = 0.0, 0.0
+    rows = []
+    for name, reference in references.items():
+        other = grads.get(name)
+        if other is None:
+            other = torch.zeros_like(reference)
+        # In fp64, of sums in fp32 that are relative to the norm: 1 - cos is as small as e^2 / 2.
+        norm, size = reference.norm(), other.norm()
+        apart = (reference / norm - other / size).norm()
+        rows.append(torch.stack([norm.double(), size.double(), apart.double()]))
+    for norm, size, apart in torch.stack(rows).tolist():
+        if not all(map(math.isfinite, (norm, size))):
+            return math.inf
+        whole += norm
+        lost += 0.0 if norm == 0 else norm if size == 0 else norm * apart**2 / 2
+    return lost / whole if whole else 0.0
 
 
 def _count_rows(rows: Counter[nn.Module], module: nn.Module, args: Any, kwargs: Any) -> None:

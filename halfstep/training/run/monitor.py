@@ -330,7 +330,10 @@ def shadow_finding(shadow: Shadow) -> Finding | None:
     if not message:
         return None
     where = list(shadow.causes or shadow.outside)
-    rule = f'"{shadow.causes[0]}" = "compute=fp32"' if shadow.causes and shadow.causes[0] else None
+    own = [name for name in shadow.causes if name in shadow.casts]
+    rule = f'"{shadow.causes[0]}" = "compute=fp32"' if shadow.causes and shadow.causes[0] and not own else None
     fix = "give it a wider format, or find out what else it does to its numbers"
+    if own:
+        fix = "take the casts out of its code, or cast to a wider format: no rule of a policy reaches them"
     evidence = {"loss": shadow.loss, "loss in fp32": shadow.reference, "layers outside": len(shadow.outside)}
     return Finding("shadow", message, "warning", "certain", fix, PAGE, None, where, evidence, rule)

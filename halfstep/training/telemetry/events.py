@@ -35,7 +35,9 @@ Every line has `event`, its kind, and `time`, Unix seconds. The kinds and their 
     shadow       step, loss, reference (the loss in fp32), difference, band ([lowest, highest] that noise makes of
                  it), layers ({name: {cosine, norm_ratio, sqnr (dB), band: {cosine (lowest), norm_ratio ([lowest,
                  highest]), sqnr (lowest)}, outside}}: of each layer's gradient; empty if a pass was not finite),
-                 noise (its formats), causes (modules that alone lead outside): before the step's update
+                 noise (its formats), causes (modules that alone lead outside), casts ({module: what its own code
+                 casts, and not in fp32}), unwidened ({module: why its code is as narrow in fp32}): before the
+                 step's update
     finding      step, and a Finding of halfstep.core.audit: rule, message, where, evidence, ...; once each
     cause        step, pass ("forward", "backward", "reduction" or null), operation, module, micro_batch, rank
                  (each or null), where ([{file, offsets}]), message: the first operation that went wrong

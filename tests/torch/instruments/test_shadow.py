@@ -1,7 +1,5 @@
 """A step beside the same step in fp32, and beside noise of its format."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -73,16 +71,14 @@ def test_the_recipe_tiny_is_inside_at_every_step(policy):
         session.step(batch(step, session))
 
 
-def test_a_norm_in_e4m3_is_outside_and_named():
-    session = tiny("bf16-mixed")
-    norm = session.model.blocks[0].mlp_norm
-    norm.precision = replace(norm.precision, norm=E4M3, emulate=True)
+def test_a_norm_that_a_rule_makes_narrow_is_outside_and_named():
+    session = tiny("fp32; blocks.0.mlp_norm: norm=bf16")
     result = session.shadow(batch(1, session))
     assert result.causes == ("blocks.0.mlp_norm",)
     assert "blocks.0.mlp_norm" in result.outside
     assert "`blocks.0.mlp_norm` alone, with the rest in fp32, changes gradients" in str(result)
     event = result.to_event()
-    assert event["causes"] == ["blocks.0.mlp_norm"]
+    assert (event["causes"], event["casts"], event["unwidened"]) == (["blocks.0.mlp_norm"], {}, {})
     assert event["layers"]["blocks.0.mlp_norm"]["outside"]
     assert event["layers"]["blocks.0.mlp_norm"].keys() == {"cosine", "norm_ratio", "sqnr", "band", "outside"}
 

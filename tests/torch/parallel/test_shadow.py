@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from halfstep.core.errors import HalfstepError
+from tests.refusals import refuses
 from tests.torch.parallel import jobs
 
 
@@ -39,3 +40,16 @@ def test_ranks_compare_the_gradients_of_all_and_train_as_without(ranks, shape):
         assert result.layers.keys() == alone.layers.keys()
         assert result.reference == pytest.approx(alone.reference, rel=2.0**-18)
         assert ("FSDP holds gradients" in refused) == (shape is not None)
+
+
+def measure(shape):
+    run, wrapped = jobs.begin("bf16-mixed", shape=shape)
+    return run.sensitivity(jobs.loss_of(wrapped), jobs.batches(0, 2))
+
+
+@pytest.mark.prove
+def test_replicas_measure_the_sensitivity_of_all_and_shards_refuse(ranks):
+    alone, both = measure(None), ranks(measure, 2, None)
+    assert both[0] == both[1] == pytest.approx(alone, rel=0.2, abs=1e-9)
+    with refuses(HalfstepError, "shards are compared with shards only"):
+        ranks(measure, 1, ())

@@ -10,7 +10,6 @@ import pytest
 
 from halfstep.config.load import load
 from halfstep.core.errors import ConfigError
-from halfstep.core.formats import E4M3
 from halfstep.core.observed import LayerInfo
 from halfstep.core.policy import Policy
 from halfstep.training.job import Job
@@ -362,10 +361,7 @@ def test_a_run_is_the_same_with_shadows(tmp_path, text):
 
 
 def test_a_layer_outside_is_found_once_and_watched_closely(tmp_path, text):
-    loop = begin(text, tmp_path / "run", EVERY, policy="fp32")
-    norm = loop.session.model.blocks[0].mlp_norm
-    norm.precision = replace(norm.precision, norm=E4M3, emulate=True)
-    loop.run()
+    begin(text, tmp_path / "run", EVERY, policy="fp32; blocks.0.mlp_norm: norm=bf16").run()
     found = events_of(tmp_path / "run", "finding")
     assert [(event["rule"], event["where"], event["step"]) for event in found] == [
         ("shadow", ["blocks.0.mlp_norm"], 2)
