@@ -16,6 +16,7 @@ from halfstep.config.model import is_matmul
 
 Floats = NDArray[np.float32]
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)  # of the scale that clips nothing
+ROWS = 1024  # at once: it takes several times their memory
 
 
 def round_matrices(
@@ -33,15 +34,19 @@ def round_matrices(
 
 def round_matrix(matrix: Floats, bits: int, block: int) -> Floats:
     """Returns a matrix (outputs, inputs) rounded by blocks of inputs; the last block may be shorter."""
-    outputs, inputs = matrix.shape
-    blocks = np.pad(matrix, ((0, 0), (0, -inputs % block))).reshape(outputs, -1, block)
+    parts = range(0, len(matrix), ROWS)
+    return np.concatenate([_round_rows(matrix[start : start + ROWS], bits, block) for start in parts])
+
+
+def _round_rows(rows: Floats, bits: int, block: int) -> Floats:
+    outputs, inputs = rows.shape
+    blocks = np.pad(rows, ((0, 0), (0, -inputs % block))).reshape(outputs, -1, block)
     lowest = -(2 ** (bits - 1))
     largest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=-1, keepdims=True), axis=-1)
-    best, least = np.zeros_like(blocks), np.full_like(largest, np.inf)
+    best, least = blocks, np.full_like(largest, np.inf)
     for shrink in SHRINKS:
         scale = largest * np.float32(shrink / lowest)
-        codes = np.rint(blocks / np.where(scale == 0, 1, scale)).clip(lowest, -lowest - 1)
-        rounded = codes * scale
+        rounded = np.rint(blocks / np.where(scale == 0, 1, scale)).clip(lowest, -lowest - 1) * scale
         error = np.square(rounded - blocks).sum(axis=-1, keepdims=True)
         best, least = np.where(error < least, rounded, best), np.minimum(error, least)
     return best.reshape(outputs, -1)[:, :inputs]

@@ -79,9 +79,9 @@ class Exported:
     after: Evaluation
     bound: float
     bytes_fp32: int  # of the source's weights
+    blocks: Blocks | None  # None if the target has none
     logits_error: float | None  # None if the target rounds more than the weights
     logits_bound: float | None
-    blocks: Blocks | None = None
 
     @property
     def error(self) -> float:
@@ -92,27 +92,33 @@ class Exported:
     @property
     def problem(self) -> str:
         """Why the export is not the model that it came from; empty if it is."""
+        if wrong := self._wrong_logits():
+            return wrong
         if not self.error <= self.bound:  # also if it is NaN
             what = "held-out loss" if self.before.bits_per_byte is None else "bits per byte"
             return (
                 f"it does not score like its source: {what} {_score(self.before):.4f} -> "
                 f"{_score(self.after):.4f}, {self.error:.2%} apart, and {self.bound:.2%} is allowed"
             )
-        error, bound = self.logits_error, self.logits_bound
-        if error is not None and bound is not None and not error <= bound:
-            return f"its logits are {error:.1e} of their norm away from its source's; allowed are {bound:.1e}"
         return ""
 
     @property
     def hint(self) -> str | None:
-        """What to write to lose less, or to keep it all the same; None if nothing but the rounding is at fault."""
-        if not TARGETS[self.to].rounds_to or not self.bound < self.error < MOST_ALLOWED:
+        """What to write if it was rounded too far; None if that is not what is wrong."""
+        too_far = self.bound < self.error < MOST_ALLOWED
+        if not TARGETS[self.to].rounds_to or not too_far or self._wrong_logits():
             return None
         allow = f"`--allow {math.ceil(self.error * 100) / 100}` keeps it all the same"
         if self.blocks is None:
             return allow
         better = "`--to int4` and `--to int8` lose" if self.to == "int2" else "`--to int8` loses"
         return f"{allow}; {better} less" + (", and so does `--block 32`" if self.blocks.size > 32 else "")
+
+    def _wrong_logits(self) -> str:
+        error, bound = self.logits_error, self.logits_bound
+        if error is None or bound is None or error <= bound:
+            return ""
+        return f"its logits are {error:.1e} of their norm away from its source's; allowed are {bound:.1e}"
 
     def record(self) -> dict[str, Any]:
         """Returns it as JSON has it."""
@@ -200,7 +206,7 @@ def run(
         name = target.rounds_to or str(fmt)
         logits = (None, None) if name == "int8" else (error, logits_bound(config.model, to))
         bound = SCORE_BOUNDS[name] if allow is None else allow
-        result = Exported(place, to, name, None, before, after, bound, size, *logits, blocks=blocks)
+        result = Exported(place, to, name, None, before, after, bound, size, blocks, *logits)
         if result.problem:
             return result
         manifest = trained.saved.manifest
