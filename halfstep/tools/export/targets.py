@@ -209,7 +209,7 @@ class Job:
     device: str | None
     tokenizer: Tokenizer | None  # None if nobody knows it
     text: str  # some of the held-out text
-    block: int  # how many inputs share a scale in int4 and int2
+    block: int = 0  # how many inputs share a scale, in int4 and int2
 
 
 @dataclass(frozen=True)
