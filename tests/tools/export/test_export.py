@@ -497,6 +497,14 @@ def test_onnx_is_refused_formats_that_it_does_not_have(runs, capsys, monkeypatch
     )
 
 
+def test_an_export_is_no_source_and_says_where_to_look(runs, tmp_path, capsys):
+    place = tmp_path / "model"
+    assert export(capsys, runs("gpt2"), "--to", "safetensors", "--out", place)[0] == 0
+    said = refused(capsys, place, "--to", "safetensors", "--out", tmp_path / "again")
+    assert f"`{place}` is an export, which other libraries load" in said
+    assert "hint: name the run that it is from" in said
+
+
 def test_your_own_loop_refuses_a_role_that_it_does_not_read():
     import torch
 
