@@ -1,6 +1,7 @@
-"""How fast exports predict on this CPU, at the shape of a recipe: onnxruntime in fp32 and int8, beside ours.
+"""How fast exports predict on this CPU, at the shape of a recipe: onnxruntime in fp32 and narrower, beside ours.
 
-    python benchmarks/measure/export.py [--recipe gpt2] [--tokens 128] [--rounds 15] [--limit 120] [--threads N]
+    python benchmarks/measure/export.py [--recipe gpt2] [--tokens 128] [--block 32] [--rounds 15] [--limit 120]
+                                        [--threads N]
 
 The weights are drawn from the seed. Each arm gets one text and returns the logits after it. Rounds interleave;
 each arm is compared with onnxruntime's fp32 of the same round, and the median of these ratios counts. Where torch
@@ -36,6 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--recipe", default="gpt2")
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--limit", type=float, default=120.0)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -56,10 +58,11 @@ def main() -> None:
         else:
             arms[f"halfstep {policy}"] = open_session(config, Policy.parse(policy), "cpu", train=False)
     weights = dict(initial_weights(config.model, config.seed))
-    job = Job(config.model, weights, FP32, arms["halfstep fp32"], "cpu", None, "")
+    job = Job(config.model, weights, FP32, arms["halfstep fp32"], "cpu", None, "", given.block)
     sizes = {}
     with tempfile.TemporaryDirectory() as folder:
-        for to, name in (("onnx", BASE), ("int8", "onnxruntime int8")):
+        for to in ("onnx", "int8", "int4", "int2"):
+            name = BASE if to == "onnx" else f"onnxruntime {to}"
             place = Path(folder, to)
             place.mkdir()
             TARGETS[to].write(job, place)
@@ -90,9 +93,7 @@ def serve(file: Path, model: Any, threads: int) -> OtherModel:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-    return OtherModel(
-        lambda tokens: session.run(["logits"], {"tokens": tokens})[0], model.context, model.vocabulary
-    )
+    return OtherModel(lambda tokens: session.run(["logits"], {"tokens": tokens})[0], model)
 
 
 if __name__ == "__main__":

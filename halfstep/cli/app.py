@@ -13,7 +13,15 @@ import warnings
 from itertools import pairwise, takewhile
 from typing import Any
 
-from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnknownOptionError, UnusedCliTokensError
+from cyclopts import (
+    App,
+    CoercionError,
+    CycloptsError,
+    MissingArgumentError,
+    Parameter,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
 
 from halfstep import __version__
 from halfstep.cli import audit, compare, data, export, plan, policy, probe, runs, train, trained, tune
@@ -115,6 +123,8 @@ def _explain(error: CycloptsError, arguments: list[str]) -> tuple[str, str]:
         option = error.token.keyword or error.token.value or ""
         if hint := SETTINGS[arguments[0]](option, arguments):
             return f"unknown option: {option}", hint
+    if isinstance(error, CoercionError) and (hint := _option_with(error)):
+        return _lower_first(str(error)), hint
     if not isinstance(error, MissingArgumentError) or error.argument is None or error.app is None:
         return _lower_first(str(error)), f"see `{command} --help`"
     name = error.argument.name
@@ -124,6 +134,16 @@ def _explain(error: CycloptsError, arguments: list[str]) -> tuple[str, str]:
     meaning = _lower_first(" ".join((known.get(name) or "").split()).removesuffix("."))
     problem = f"{error.keyword} needs a value" if error.keyword else f"`{command}` needs {name}"
     return problem, f"{name} is {meaning}; see `{command} --help`"
+
+
+def _option_with(error: CoercionError) -> str:
+    """Returns how a value is written that the option takes in small letters, or that another option takes."""
+    if error.token is None or error.argument is None or error.app is None:
+        return ""
+    value = error.token.value.lower()
+    options = [error.argument, *error.app.assemble_argument_collection()]
+    names = [option.name for option in options if value in (option.get_choices() or ())]
+    return f"write `{names[0]} {value}`" if names else ""
 
 
 def _lower_first(text: str) -> str:

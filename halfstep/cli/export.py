@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from halfstep.cli.arguments import AS_TRAINED, Json, OtherBackend, OtherPolicy, Source, Trained
-from halfstep.cli.output import print_words
+from halfstep.cli.output import print_error, print_words
 from halfstep.cli.trained import held_out_text, home_of, open_model, print_result
 from halfstep.config.run import Backend
 from halfstep.core.errors import OptionError
@@ -13,14 +13,17 @@ from halfstep.core.policy import Policy
 
 FOLDER = "export"  # in the run's folder
 TOKENS = 65_536  # of held-out text to score on
+BLOCK = 32
 
 
 def export(
     run: Trained,
     /,
     *,
-    to: Literal["hf", "safetensors", "onnx", "int8", "artifact"],
+    to: Literal["hf", "safetensors", "onnx", "int8", "int4", "int2", "artifact"],
     format: Literal["fp32", "bf16", "fp16"] | None = None,
+    block: Literal[32, 64, 128] | None = None,
+    allow: float | None = None,
     out: Path | None = None,
     tokens: int | None = None,
     limit: int | None = None,
@@ -33,8 +36,9 @@ def export(
 
     `hf` is the layout of transformers with the tokenizer, for models that are a GPT-2 or a Qwen3; `safetensors`
     has our own names; `onnx` is for onnxruntime, and `int8` as well, with weights in int8 that it multiplies in
-    int8. The same held-out tokens are predicted before and after, both in fp32. The exit code is 1 if the export
-    is not kept.
+    int8. `int4` and `int2` are for it too: every weight matrix in 4 or 2 bits, with a scale for each block of
+    inputs; embedding, norms and activations stay fp32. The same held-out tokens are predicted before and after,
+    both in fp32. The exit code is 1 if the export is not kept.
 
     `artifact` is one small file that `eval`, `sample` and `train --init` read: matrices in int8 with a scale per
     row, the rest in fp16, compressed with zlib. It is kept whatever it scores, in the policy of the training or
@@ -46,7 +50,13 @@ def export(
         What to write.
     format
         The format of the weights; by default what the run's policy says under `export`. `onnx` is fp32, and
-        `int8` and `artifact` are formats themselves.
+        `int8`, `int4`, `int2` and `artifact` are formats themselves: write `--to int4`.
+    block
+        How many inputs of a matrix share a scale in `int4` and `int2`; by default 32. Larger blocks make a smaller
+        file, and lose more.
+    allow
+        How many more bits per byte `int8`, `int4` and `int2` may need than their source: 0.2 is 20 %. By default
+        0.01 for `int8` and 0.02 for the others.
     out
         The folder to write; by default export/TO-FORMAT or export/int8 in the run folder. For `artifact` a file;
         by default model.int8z in the run folder. Replaces an older export, but nothing else.
@@ -68,15 +78,18 @@ def export(
     from halfstep.training.weights.artifact import is_artifact
 
     if to == "artifact":
-        _refuse(to, format=format, tokens=tokens)
+        _refuse(to, format=format, tokens=tokens, block=block, allow=allow)
         scored_as: dict[str, Any] = {"policy": policy, "backend": backend, "source": source}
         return artifact(run, out=out, limit=limit, **scored_as, json=json)
-    _refuse(to, limit=limit, policy=policy, backend=backend)
+    target = TARGETS[to]
+    unread = {"limit": limit, "policy": policy, "backend": backend} | ({} if target.bits else {"block": block})
+    _refuse(to, **unread, **({"format": format} if target.rounds_to else {"allow": allow}))
+    tool.check_allowed(allow)
     tokens = TOKENS if tokens is None else tokens
     if tokens < 1:
         raise OptionError("--tokens must be 1 or more", hint="65,536 are enough")
     check_packages(to)
-    target, home = TARGETS[to], run.parent if is_artifact(run) else home_of(run)
+    home = run.parent if is_artifact(run) else home_of(run)
     if out is not None:
         check_place(out, home)
     trained = open_model(run, "fp32", target.backend, source)
@@ -91,10 +104,11 @@ def export(
         print_words("note: which tokenizer made the run's tokens is unknown, so none is exported")
     print_words(f"writing `{place}`; evaluating on {trained.config.data.held_out}, before and after")
     with memory.convert_oom(trained.session.is_out_of_memory, lambda: memory.oom_while_scoring(trained.config)):
-        result = tool.run(trained, corpus, tokenizer, to, fmt, place, device=source.device, tokens=tokens)
+        asked: dict[str, Any] = {"tokens": tokens, "block": block or BLOCK, "allow": allow}
+        result = tool.run(trained, corpus, tokenizer, to, fmt, place, device=source.device, **asked)
     print_result(trained, result.record(), json)
     if result.problem:
-        print_words(f"error: the export was not kept: {result.problem}")
+        print_error(f"the export was not kept: {result.problem}", result.hint)
     return 1 if result.problem else 0
 
 

@@ -175,6 +175,14 @@ BAD = {
         ["formats", "--jsn"],
         "error: unknown option: --jsn. Did you mean --json?\n\nhint: see `halfstep formats --help`\n",
     ),
+    "value of another option": (
+        ["export", "run", "--to", "onnx", "--format", "int4"],
+        'error: invalid value "int4" for --format. Choose from: "fp32", "bf16", "fp16".\n\nhint: write `--to int4`\n',
+    ),
+    "value in capitals": (
+        ["sample", "run", "--backend", "JAX"],
+        'error: invalid value "JAX" for --backend. Choose from: "torch", "jax", "mlx".\n\nhint: write `--backend jax`\n',
+    ),
     "missing argument": (
         ["compare", "fp32"],
         "error: `halfstep compare` needs B\n\nhint: B is the reference: the same; see `halfstep compare --help`\n",

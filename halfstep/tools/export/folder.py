@@ -24,8 +24,6 @@ from halfstep.core.errors import HalfstepError
 from halfstep.training import paths
 from halfstep.training.files import PARTIAL, flush, make_folder, os_errors, write_whole
 
-RECORD = "export.json"
-
 
 class ExportError(HalfstepError):
     """A model that cannot be exported."""
@@ -73,7 +71,7 @@ def finish(folder: Path, place: Path, record: Mapping[str, Any]) -> int:
     for name in files:
         flush(folder / name)
     table = {**record, "files": files}
-    write_whole(folder / RECORD, json.dumps(table, indent=1, ensure_ascii=False).encode() + b"\n")
+    write_whole(folder / paths.EXPORT_RECORD, json.dumps(table, indent=1, ensure_ascii=False).encode() + b"\n")
     older = place.with_name(f"{place.name}.older{PARTIAL}")
     shutil.rmtree(older, ignore_errors=True)
     if place.exists():
@@ -87,8 +85,8 @@ def finish(folder: Path, place: Path, record: Mapping[str, Any]) -> int:
 def _foreign(place: Path) -> str:
     """Returns a file in a folder that no export wrote; empty if there is none."""
     try:
-        record = parse_json(read_bytes(place / RECORD, MOST_TABLE))
-        known = {*record["files"], RECORD}
+        record = parse_json(read_bytes(place / paths.EXPORT_RECORD, MOST_TABLE))
+        known = {*record["files"], paths.EXPORT_RECORD}
     except (OSError, ValueError, KeyError, TypeError):
         known = set()
     others = (str(file.relative_to(place)) for file in _files(place))

@@ -6,6 +6,8 @@
     int8          the same with every weight matrix in int8, one scale per output: onnxruntime rounds activations
                   at run time, multiplies in int8 and sums in int32. The head is a matrix of its own there. The
                   embedding, norms, softmax and the products of attention stay fp32.
+    int4, int2    the same matrices in 4 or 2 bits by blocks (blocks.py), for MatMulNBits of onnxruntime, which
+                  widens them as it multiplies; activations, products and sums are fp32
 
 Weights in int8 use 7 bits: x86 without VNNI adds two products of a byte and a weight in 16 bits, which 8 bits
 silently overflow, and a file that scored well here would be wrong there.
@@ -19,6 +21,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
@@ -206,6 +209,7 @@ class Job:
     device: str | None
     tokenizer: Tokenizer | None  # None if nobody knows it
     text: str  # some of the held-out text
+    block: int = 0  # how many inputs share a scale, in int4 and int2
 
 
 @dataclass(frozen=True)
@@ -217,6 +221,7 @@ class Target:
     packages: tuple[str, ...] = ()
     formats: tuple[str, ...] = tuple(DTYPES)  # that the weights may have
     rounds_to: str = ""  # a format of its own, which the target rounds to further
+    bits: int = 0  # of that format, if its numbers are known before they are written: logits are compared then
     own_angles: bool = False  # whether its library computes rotary angles itself, instead of taking ours
     backend: Backend | None = None  # the one that must run the source; None is that of the run
     check: Callable[[Job], object] = lambda _: None  # refuses a model that the target cannot hold
@@ -280,38 +285,64 @@ def _load_onnx(job: Job, folder: Path) -> Model:
     return OtherModel(lambda tokens: session.run(["logits"], {"tokens": tokens})[0], job.model)
 
 
-def _write_int8(job: Job, folder: Path) -> None:
-    model, weights = replace(job.model, tied=False, zero_head=False), dict(job.weights)
-    weights.setdefault(HEAD, weights["embed.weight"])
+def untie(model: ModelConfig, weights: Mapping[str, Floats]) -> tuple[ModelConfig, dict[str, Floats]]:
+    """Returns a model whose head is a matrix of its own, which can be rounded while the embedding is not."""
+    return replace(model, tied=False, zero_head=False), {HEAD: weights["embed.weight"], **weights}
+
+
+def _write_quantized(quantize: Callable[[Job, Path, Path, bool], object], job: Job, folder: Path) -> None:
+    """Writes the graph in fp32, has onnxruntime quantize it, and keeps the result."""
+    model, weights = untie(job.model, job.weights)
     wide = folder / "wide"
     wide.mkdir()
     with _quiet():
         backend_module("torch", "export").write_onnx(model, weights.items(), wide / ONNX)
-        import_module("onnxruntime.quantization").quantize_dynamic(
-            wide / ONNX,
-            folder / ONNX,
-            op_types_to_quantize=["MatMul"],
-            per_channel=True,
-            reduce_range=True,
-            use_external_data_format=sum(x.nbytes for x in weights.values()) > MOST_PROTOBUF,
-        )
+        quantize(job, wide / ONNX, folder / ONNX, sum(x.nbytes for x in weights.values()) > MOST_PROTOBUF)
     shutil.rmtree(wide)
     _save_tokenizer(job, folder)
 
 
-def _load_int8(job: Job, folder: Path) -> Model:
+def _quantize_int8(job: Job, wide: Path, file: Path, beside: bool) -> None:
+    import_module("onnxruntime.quantization").quantize_dynamic(
+        wide,
+        file,
+        op_types_to_quantize=["MatMul"],
+        per_channel=True,
+        reduce_range=True,
+        use_external_data_format=beside,
+    )
+
+
+def _quantize_blocks(bits: int, job: Job, wide: Path, file: Path, beside: bool) -> None:
+    """Packs weights that are numbers of these blocks already, which the quantizer finds again exactly."""
+    quantizer = import_module("onnxruntime.quantization.matmul_nbits_quantizer").MatMulNBitsQuantizer(
+        str(wide),
+        bits=bits,
+        block_size=job.block,
+        is_symmetric=True,
+        accuracy_level=1,  # products in fp32: a runtime that rounds activations would be another model
+    )
+    quantizer.process()
+    quantizer.model.save_model_to_file(str(file), beside)
+
+
+def _load_quantized(operator: str, job: Job, folder: Path) -> Model:
     graph = import_module("onnx").load(folder / ONNX, load_external_data=False).graph
-    found = sum(node.op_type == "MatMulInteger" for node in graph.node)
+    found = sum(node.op_type == operator for node in graph.node)
     expected = sum(map(is_matmul, parameter_shapes(replace(job.model, tied=False))))
     if found != expected:
-        raise ExportError(f"{found} of {expected} matrices are multiplied in int8; the quantizer left the others")
+        raise ExportError(f"{found} of {expected} matrices are {operator}; the quantizer left the others in fp32")
     return _load_onnx(job, folder)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences libraries, which warn of packages that they could use, and of their own changes."""
-    before = logging.root.manager.disable
+    """Silences libraries, which warn of packages that they could use, and of their own changes.
+
+    onnxruntime's quantizer of blocks configures the root logger when it is imported: that is undone.
+    """
+    root = logging.root
+    before, handlers, level = root.manager.disable, root.handlers[:], root.level
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
@@ -319,6 +350,8 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+        root.handlers[:] = handlers
+        root.setLevel(level)
 
 
 def _save_tokenizer(job: Job, folder: Path) -> None:
@@ -347,5 +380,22 @@ TARGETS: dict[str, Target] = {
     ),
     "safetensors": Target(_write_safetensors, _load_safetensors),
     "onnx": Target(_write_onnx, _load_onnx, packages=EXPORTER, formats=("fp32",), backend="torch"),
-    "int8": Target(_write_int8, _load_int8, packages=EXPORTER, rounds_to="int8", backend="torch"),
+    "int8": Target(
+        partial(_write_quantized, _quantize_int8),
+        partial(_load_quantized, "MatMulInteger"),
+        packages=EXPORTER,
+        rounds_to="int8",
+        backend="torch",
+    ),
+    **{
+        f"int{bits}": Target(
+            partial(_write_quantized, partial(_quantize_blocks, bits)),
+            partial(_load_quantized, "MatMulNBits"),
+            packages=EXPORTER,
+            rounds_to=f"int{bits}",
+            bits=bits,
+            backend="torch",
+        )
+        for bits in (4, 2)
+    },
 }

@@ -18,6 +18,7 @@ from halfstep.config.session import Session
 from halfstep.core.errors import OptionError, RunFolderError
 from halfstep.core.policy import Policy
 from halfstep.core.state_format import Stored
+from halfstep.training import paths
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.checkpoint import Loaded
 from halfstep.training.data.tokenizer_base import BytesTokenizer, Tokenizer
@@ -89,6 +90,10 @@ def _load(place: Path) -> tuple[Loaded, RunConfig]:
         )
         raise RunFolderError(what, hint=_HINT)
     found = checkpoint.load_named(place)
+    if found is None and (place / paths.EXPORT_RECORD).is_file():
+        raise RunFolderError(
+            f"`{place}` is an export, which other libraries load", hint="name the run that it is from"
+        )
     if found is None:
         inside = checkpoint.step_folders(place)
         hint = f"name one of those inside, such as `{inside[-1]}`" if inside else _HINT

@@ -371,7 +371,7 @@ def hugging_face(model: ModelConfig) -> Layout:
     reasons = "; ".join(f"{layout.name} has no {', '.join(settings)}" for layout, settings in missing.items())
     raise WeightsFitError(
         f"the model has no Hugging Face layout: {reasons}",
-        hint="export it `--to safetensors`, `onnx` or `int8`; the recipes gpt2 and qwen3 have one",
+        hint="export it `--to safetensors`, `onnx`, `int8` or `int4`; the recipes gpt2 and qwen3 have one",
     )
 
 

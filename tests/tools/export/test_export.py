@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import os
 import re
 import shutil
@@ -13,11 +14,14 @@ import numpy as np
 import pytest
 
 from halfstep.cli.main import run
+from halfstep.cli.trained import held_out_text
 from halfstep.config.load import load
+from halfstep.config.model import is_matmul
 from halfstep.core.errors import PolicyError
 from halfstep.core.policy import Policy
 from halfstep.core.rounding import cast
 from halfstep.tools.export import targets
+from halfstep.tools.export.blocks import round_matrix
 from halfstep.tools.export.run import logits_bound
 from halfstep.training.run.trained import open_trained
 from halfstep.training.weights import layouts
@@ -296,35 +300,144 @@ def test_int8_multiplies_in_int8_and_scores_like_its_source(exporter, runs, tmp_
     assert ran.count("MatMul") + ran.count("FusedMatMul") == 2 * 2
 
 
+def unpacked(model, bits):
+    """The matrices of a graph as its bytes say: codes with the first in the lowest bits, times their scales."""
+    import onnx
+
+    values = {each.name: onnx.numpy_helper.to_array(each) for each in model.graph.initializer}
+    for node in model.graph.node:
+        if node.op_type == "MatMulNBits":
+            said = {each.name: each.i for each in node.attribute}
+            assert (said["bits"], said["accuracy_level"], len(node.input)) == (bits, 1, 3)  # no zero points
+            packed, scales = (values[name] for name in node.input[1:])
+            codes = np.stack([(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)], axis=-1)
+            codes = codes.reshape(said["N"], -1, said["block_size"]).astype(np.float32) - 2 ** (bits - 1)
+            yield (codes * scales[..., None]).reshape(said["N"], -1)[:, : said["K"]]
+
+
 @pytest.mark.prove
-@pytest.mark.parametrize(("recipe", "to"), [("gpt2", "onnx"), ("tiny", "int8")])
+@pytest.mark.parametrize(
+    ("recipe", "to", "block", "most"),
+    [("tiny", "int4", 32, 2**30), ("gpt2", "int4", 64, 0), ("gpt2", "int2", 128, 2**30), ("tiny", "int2", 32, 0)],
+)
+def test_4_and_2_bits_hold_the_rounded_numbers_and_say_what_that_lost(
+    exporter, runs, tmp_path, capsys, monkeypatch, recipe, to, block, most
+):
+    import onnx
+    import onnxruntime
+    import torch
+
+    from halfstep.torch.export import Logits
+
+    monkeypatch.setattr(targets, "MOST_PROTOBUF", most)
+    place, handlers = tmp_path / "model", logging.root.handlers[:]
+    code, result = export(capsys, runs(recipe), "--to", to, "--block", block, "--allow", 9, "--out", place)
+    assert (code, result["kept"], result["block"], result["bound"]) == (0, True, block, 9)
+    assert logging.root.handlers == handlers  # which onnxruntime's quantizer adds to when it is imported
+    trained, weights = numbers_of(runs(recipe))
+    model = replace(trained.config.model, tied=False)
+    weights.setdefault("lm_head.weight", weights["embed.weight"])
+    rounded = {name: round_matrix(x, int(to[3:]), block) if is_matmul(name) else x for name, x in weights.items()}
+    # the bits of the file
+    held = {(x + 0.0).tobytes() for x in unpacked(onnx.load(place / "model.onnx"), int(to[3:]))}
+    assert held == {(rounded[name] + 0.0).tobytes() for name in weights if is_matmul(name)}
+    # onnxruntime, and torch with these numbers
+    ours = Logits(model, rounded.items()).eval()
+    corpus = held_out_text(trained).validation.astype(np.int64)
+    windows = np.stack([corpus[start : start + 17] for start in range(0, 256, 16)])
+    with torch.no_grad():
+        logits = ours(torch.from_numpy(windows[:, :-1]))
+    session = onnxruntime.InferenceSession(place / "model.onnx")
+    theirs = session.run(["logits"], {"tokens": windows[:, :-1]})[0]
+    assert distance(theirs, logits.numpy()) <= logits_bound(trained.config.model, "onnx") == result["logits_bound"]
+    # what was measured
+    following = torch.from_numpy(windows[:, 1:].ravel())
+    loss = torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), following)
+    assert result["loss_after"] == pytest.approx(float(loss), rel=1e-6)
+    assert result["perplexity_after"] == pytest.approx(float(loss.exp()), rel=1e-6)
+    assert result["perplexity_before"] == pytest.approx(np.exp(result["loss_before"]))
+    assert result["bytes"] > result["parameters_rounded"] * int(to[3:]) // 8
+    record = json.loads((place / "export.json").read_text())["matrix_errors"]
+    assert record == {name: pytest.approx(distance(rounded[name], weights[name])) for name in record}
+    assert len(record) == len(held)
+    assert result["worst_matrix_error"] == record[result["worst_matrix"]] == max(record.values())
+    assert result["bytes_fp32"] == 4 * sum(x.size for x in numbers_of(runs(recipe))[1].values())
+
+
+@pytest.mark.prove
+def test_a_model_that_2_bits_spoil_is_kept_only_if_asked_for(exporter, runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("halfstep.tools.export.run.SCORE_BOUNDS", {"int2": 1e-9})
+    words = ["export", str(runs("gpt2")), "--to", "int2", "--out", str(tmp_path / "m"), "--device", "cpu"]
+    capsys.readouterr()
+    assert run([*words, "--block", "64"]) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "was not kept: it does not score like its source: bits per byte" in said
+    assert not list(tmp_path.iterdir())
+    allow = re.search(r"`(--allow [0-9.]+)` keeps it all the same; `--to int4` and `--to int8` lose less", said)[1]
+    assert said.endswith("lose less, and so does `--block 32`")
+    assert run([*words, *allow.split()]) == 0
+    assert (tmp_path / "m" / "model.onnx").exists()
+
+
+def test_options_that_a_target_does_not_read_are_refused_before_anything_is_read(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(targets, "find_spec", lambda name: name)
+    no_run = tmp_path / "no-run"
+    for to in ("hf", "onnx", "int8", "artifact"):
+        assert f"--block 64: `--to {to}` takes no --block" in refused(capsys, no_run, "--to", to, "--block", "64")
+    for to in ("hf", "safetensors", "onnx", "artifact"):
+        assert f"--allow 0.1: `--to {to}` takes" in refused(capsys, no_run, "--to", to, "--allow", "0.1")
+    for to in ("int8", "int4", "int2"):
+        said = refused(capsys, no_run, "--to", to, "--format", "fp32")
+        assert f"--format fp32: `--to {to}` takes no --format" in said
+    assert "Choose from: 32, 64, 128." in refused(capsys, no_run, "--to", "int4", "--block", "48")
+    said = refused(capsys, no_run, "--to", "int2", "--allow", "20")
+    assert "--allow 20: it must be from 0 to 10" in said
+    assert "`--allow 0.2` accepts 20 % more" in said
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(("recipe", "to"), [("gpt2", "onnx"), ("tiny", "int8"), ("gpt2", "int4")])
 def test_a_damaged_graph_is_not_kept(exporter, runs, tmp_path, capsys, monkeypatch, recipe, to):
     import onnx
 
     def damaged(job, folder):
         target.write(job, folder)
         model = onnx.load(folder / "model.onnx")
-        largest = max(model.graph.initializer, key=lambda tensor: len(tensor.raw_data))
+        narrow = [tensor for tensor in model.graph.initializer if tensor.data_type == onnx.TensorProto.UINT8]
+        largest = max(narrow or model.graph.initializer, key=lambda tensor: len(tensor.raw_data))
         largest.raw_data = largest.raw_data[::-1]
         onnx.save(model, folder / "model.onnx")
 
     target = targets.TARGETS[to]
     monkeypatch.setitem(targets.TARGETS, to, replace(target, write=damaged))
-    code, result = export(capsys, runs(recipe), "--to", to, "--out", tmp_path / "model")
+    allow = ["--allow", 9] if to == "int4" else []  # which leaves it to the logits
+    code, result = export(capsys, runs(recipe), "--to", to, "--out", tmp_path / "model", *allow)
     assert (code, result["kept"], result["bytes"]) == (1, False, None)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.prove
-def test_a_quantizer_that_leaves_matrices_in_fp32_is_refused(exporter, runs, tmp_path, capsys, monkeypatch):
-    from onnxruntime import quantization
+@pytest.mark.parametrize(
+    ("to", "quantizer", "left", "operator"),
+    [
+        ("int8", "quantize_dynamic", {"op_types_to_quantize": ["Gather"]}, "MatMulInteger"),
+        (
+            "int4",
+            "matmul_nbits_quantizer.MatMulNBitsQuantizer",
+            {"op_types_to_quantize": ("If",)},
+            "MatMulNBits",
+        ),
+    ],
+)
+def test_a_quantizer_that_leaves_matrices_in_fp32_is_refused(
+    exporter, runs, tmp_path, capsys, monkeypatch, to, quantizer, left, operator
+):
+    from onnxruntime.quantization import matmul_nbits_quantizer, quantize_dynamic
 
-    quantize = quantization.quantize_dynamic
-    monkeypatch.setattr(
-        quantization, "quantize_dynamic", lambda *a, **k: quantize(*a, **k | {"op_types_to_quantize": ["Gather"]})
-    )
-    said = refused(capsys, runs("tiny"), "--to", "int8", "--out", tmp_path / "m")
-    assert "0 of 13 matrices are multiplied in int8" in said
+    quantize = {"int8": quantize_dynamic, "int4": matmul_nbits_quantizer.MatMulNBitsQuantizer}[to]
+    monkeypatch.setattr(f"onnxruntime.quantization.{quantizer}", lambda *a, **k: quantize(*a, **k | left))
+    said = refused(capsys, runs("tiny"), "--to", to, "--out", tmp_path / "m")
+    assert f"0 of 13 matrices are {operator}; the quantizer left the others in fp32" in said
     assert not list(tmp_path.iterdir())
 
 
@@ -360,7 +473,7 @@ def test_every_kind_of_source_is_exported(runs, tmp_path, capsys):
 def test_the_lines_of_the_page_load_each_export(exporter, runs, tmp_path, capsys):
     page = Path(__file__).parents[3] / "docs" / "export.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
-    for to, block in zip(["hf", "safetensors", "onnx", "int8"], [*blocks, blocks[-1]], strict=True):
+    for to, block in zip(["hf", "safetensors", "onnx", "int8", "int4"], [*blocks, *blocks[-1:] * 2], strict=True):
         place = tmp_path / to
         assert export(capsys, runs("gpt2"), "--to", to, "--out", place)[0] == 0
         scope = {}
@@ -374,7 +487,7 @@ def test_logits_of_onnx_may_differ_by_less_than_a_ten_thousandth_at_full_size(re
     assert logits_bound(load(recipe).model, "onnx") < 1e-4
 
 
-def test_onnx_and_int8_are_refused_formats_that_they_do_not_have(runs, capsys, monkeypatch):
+def test_onnx_is_refused_formats_that_it_does_not_have(runs, capsys, monkeypatch):
     monkeypatch.setattr(targets, "find_spec", lambda name: name)
     assert "the run's policy says export=bf16, and `--to onnx` writes `fp32`" in refused(
         capsys, runs("tiny"), "--to", "onnx"
@@ -382,7 +495,14 @@ def test_onnx_and_int8_are_refused_formats_that_they_do_not_have(runs, capsys, m
     assert "--format fp16, and `--to onnx` writes `fp32`" in refused(
         capsys, runs("tiny"), "--to", "onnx", "--format", "fp16"
     )
-    assert "`--to int8` is a format itself" in refused(capsys, runs("tiny"), "--to", "int8", "--format", "fp32")
+
+
+def test_an_export_is_no_source_and_says_where_to_look(runs, tmp_path, capsys):
+    place = tmp_path / "model"
+    assert export(capsys, runs("gpt2"), "--to", "safetensors", "--out", place)[0] == 0
+    said = refused(capsys, place, "--to", "safetensors", "--out", tmp_path / "again")
+    assert f"`{place}` is an export, which other libraries load" in said
+    assert "hint: name the run that it is from" in said
 
 
 def test_your_own_loop_refuses_a_role_that_it_does_not_read():
