@@ -427,7 +427,7 @@ NOT_OFFERED: dict[str, tuple[str, str]] = {
     ),
     **dict.fromkeys(
         ("mixed", "amp", "mixed-precision", "o1", "o2"),
-        ("it does not say which format", "write `bf16-mixed`, or `fp16-mixed` where `halfstep probe` advises it"),
+        ("it does not say which format", "write `bf16-mixed`, or `fp16-mixed` where bf16 is slow"),
     ),
     "tf32": ("it is a way to multiply fp32 numbers", "write `fp32,compute=tf32`"),
     "transformer-engine": (

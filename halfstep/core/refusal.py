@@ -164,7 +164,7 @@ def call_error(
         signature.bind(*given)
     except TypeError:
         return ArgumentError(
-            f"loss_fn takes {signature}, and is called with {' and '.join(given)}",
+            f"loss_fn takes {signature}, and is called with {', '.join(given)}",
             hint=f"let it see all it needs, and take a batch apart itself: {call}",
         )
     batches = [*micro_batches] if isinstance(micro_batches, tuple | list) else []

@@ -56,7 +56,7 @@ def test_calls_as_of_another_trainer_are_explained():
     inputs, targets = data(3), data(2).sum(1)
     with refuses(HalfstepError, "each is taken for a micro-batch", "[(x, y)]"):
         r.step(lambda batch: (r.model(batch[0]) - batch[1]).square().mean(), (inputs, targets))
-    with refuses(HalfstepError, "and is called with one argument", "lambda batch: loss_fn("):
+    with refuses(HalfstepError, "and is called with a micro-batch", "lambda batch: loss_fn("):
         r.step(lambda model, batch: model(batch).mean(), [inputs])
     with pytest.raises(ZeroDivisionError):  # what is wrong with a loss is its own affair
         r.step(lambda batch: 1 / 0, [inputs])

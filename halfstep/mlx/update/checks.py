@@ -99,7 +99,7 @@ def check_weight(weight: Any) -> mx.array:
                 f"the weight of a loss has the shape {weight.shape}; it must be one number", hint=_PAIR
             )
     elif isinstance(weight, bool) or not isinstance(weight, int | float) or not weight >= 0:
-        given = repr(weight) if isinstance(weight, int | float) else type_name(weight)
+        given = type_name(weight) if isinstance(weight, dict | tuple | list) else repr(weight)
         raise LossError(f"weight={given}: it is a number of tokens, 0 or more", hint=_PAIR)
     return mx.array(weight).astype(mx.float32)
 

@@ -325,7 +325,7 @@ def check_weight(weight: Any) -> Tensor | float:
     elif isinstance(weight, int | float) and weight < 0.0:
         raise LossError(f"weight={weight!r}: a number of tokens is not negative", hint="0 adds nothing")
     given = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
-    given = given if isinstance(weight, Tensor | int | float) else type_name(weight)
+    given = type_name(weight) if isinstance(weight, dict | tuple | list) else given
     raise LossError(
         f"weight={given}: a number of tokens is one number",
         hint="such as targets.numel(), or (y >= 0).sum(); or return the mean loss alone, without logits",

@@ -130,8 +130,8 @@ class Engine(RunParts):
             begun = self.accumulation.begun
             self.forget()  # half a sum must not become part of the next
             if isinstance(error, Exception):
-                self.check_parameters()  # a model that was moved or resized is the reason, not where it failed
-                self.masters.check_writes()
+                self.masters.check_writes()  # a parameter that was moved or resized is the reason, not where it failed
+                self.check_parameters()
                 explained = _device_error(error, batch, self.device)
                 if not begun and not isinstance(error, torch.OutOfMemoryError):
                     explained = explained or call_error(error, loss_fn, micro_batches, Tensor)
