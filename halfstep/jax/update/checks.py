@@ -53,7 +53,7 @@ def trace_error(error: Exception, loss_fn: Any, batch: Any, rng: Any) -> Halfste
             )
     if isinstance(rng, int | float):
         return ArgumentError(f"rng={rng} is no key of a generator", hint="step(state, batch, jax.random.key(0))")
-    if isinstance(batch, list) and all(isinstance(each, tuple | list | dict) for each in batch):
+    if isinstance(batch, list) and not {tuple, list, dict}.isdisjoint(map(type, batch)):
         return BatchError(
             f"the batch is a list of {len(batch)} {type(batch[0]).__name__}s, and a step takes one batch",
             hint="step(state, batch); or stack micro-batches, for make_step(..., micro_batches=n): "

@@ -130,7 +130,7 @@ class Engine(RunParts):
             begun = self.accumulation.begun
             self.forget()  # half a sum must not become part of the next
             if isinstance(error, Exception):
-                self.masters.check_writes()  # a parameter that was moved or resized is the reason, not where it failed
+                self.masters.check_writes()  # a parameter that was written, moved or resized is the reason
                 self.check_parameters()
                 explained = _device_error(error, batch, self.device)
                 if not begun and not isinstance(error, torch.OutOfMemoryError):
