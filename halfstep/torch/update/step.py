@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from halfstep.core.errors import BatchError, RunStateError
+from halfstep.core.errors import BatchError, HalfstepError, RunStateError
 from halfstep.core.formats import FP32
 from halfstep.core.refusal import call_error, step_error
 from halfstep.core.scaling import DynamicScale, NoScale
@@ -132,7 +132,7 @@ class Engine(RunParts):
             if isinstance(error, Exception):
                 self.masters.check_writes()  # a parameter that was written, moved or resized is the reason
                 self.check_parameters()
-                explained = _device_error(error, batch, self.device)
+                explained: HalfstepError | None = _device_error(error, batch, self.device)
                 if not begun and not isinstance(error, torch.OutOfMemoryError):
                     explained = explained or call_error(error, loss_fn, micro_batches, Tensor)
                 if explained is not None:
