@@ -297,7 +297,9 @@ NAMES_ELSEWHERE = {
     **dict.fromkeys(("optim", "optimizer"), "optimizer.name"),
     **dict.fromkeys(("max_steps", "iters", "max_iters", "iterations"), "training.steps"),
     **dict.fromkeys(("batch_size", "micro_batch_size", "per_device_train_batch_size"), "training.batch"),
-    **dict.fromkeys(("accumulation_steps", "gradient_accumulation_steps", "grad_accum"), "training.micro_batches"),
+    **dict.fromkeys(
+        ("accumulate", "accumulation_steps", "gradient_accumulation_steps", "grad_accum"), "training.micro_batches"
+    ),
     **dict.fromkeys(("grad_clip", "clip", "max_grad_norm", "gradient_clip_val"), "training.clip_norm"),
     "warmup_ratio": "training.warmup",
     **dict.fromkeys(("eval_every", "eval_interval", "eval_steps", "val_every"), "training.validate_every"),

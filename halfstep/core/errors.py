@@ -347,6 +347,11 @@ def one_of(names: Iterable[str]) -> str:
     return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}"
 
 
+def type_name(given: object) -> str:
+    """Says what was given: a `dict`, or the class `AdamW`, which is a mistake of its own."""
+    return f"the class `{given.__name__}`" if isinstance(given, type) else f"a `{type(given).__name__}`"
+
+
 def nearest(name: str, legal: Iterable[str]) -> str | None:
     """Returns the legal name that a typo was probably meant to be, or None if nothing is close."""
     if len(name) > LONGEST_PART:

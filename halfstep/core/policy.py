@@ -35,6 +35,7 @@ from halfstep.core.errors import (
     UnknownPresetError,
     did_you_mean,
     one_of,
+    type_name,
 )
 from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, Format
 from halfstep.core.roles import (
@@ -83,6 +84,10 @@ class Policy:
 
     def __post_init__(self) -> None:
         for role, value in self.roles().items():
+            if isinstance(value, str):
+                raise PolicySyntaxError(
+                    f"Policy({role}={value!r}) is a text", hint='Policy.parse("bf16-mixed") reads it'
+                )
             check_offered(role, value)
         object.__setattr__(self, "rules", merge(self.rules))
         self._simplify_eval()
@@ -286,7 +291,8 @@ def as_policy(given: "Policy | str") -> Policy:
         return Policy.parse(str(given))
     if not isinstance(given, Policy):
         raise PolicySyntaxError(
-            f"the policy is a {type(given).__name__}", hint="give a Policy, or its text, such as `bf16-mixed`"
+            f"the policy is {type_name(given)}",
+            hint="give a Policy, or its text, such as `bf16-mixed` or `bf16-mixed,norm=bf16`",
         )
     return given
 
@@ -418,6 +424,10 @@ NOT_OFFERED: dict[str, tuple[str, str]] = {
     "bfloat16": (
         "it has two meanings: bf16 weights in Keras, autocast from fp32 weights in many training scripts",
         "write `bf16-mixed` for fp32 weights, or `bf16-true` for bf16 weights",
+    ),
+    **dict.fromkeys(
+        ("mixed", "amp", "mixed-precision", "o1", "o2"),
+        ("it does not say which format", "write `bf16-mixed`, or `fp16-mixed` where bf16 is slow"),
     ),
     "tf32": ("it is a way to multiply fp32 numbers", "write `fp32,compute=tf32`"),
     "transformer-engine": (

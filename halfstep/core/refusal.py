@@ -142,22 +142,33 @@ def step_error(loss_fn: Any, micro_batches: Any) -> HalfstepError:
     )
 
 
-def call_error(loss_fn: Callable[..., Any], micro_batches: Any, array: type) -> HalfstepError | None:
-    """Returns the error behind a first call of `loss_fn` that failed, if the step was not called as it must be."""
+def call_error(
+    error: BaseException,
+    loss_fn: Callable[..., Any],
+    micro_batches: Any,
+    array: type,
+    given: Sequence[str] = ("a micro-batch",),
+    call: str = "run.step(lambda batch: loss_fn(model, *batch), [batch])",
+) -> HalfstepError | None:
+    """Returns the error behind one of a first call of `loss_fn`, if the step was not called as it must be.
+
+    `given` is what the function is called with, and `call` a step of one that takes more.
+    """
+    if isinstance(error, HalfstepError) or not isinstance(error, Exception):
+        return None
     try:
-        signature = inspect.signature(loss_fn)
+        signature = inspect.signature(getattr(loss_fn, "forward", loss_fn))  # a torch module's own takes anything
     except ValueError:  # of a builtin
         return None
     try:
-        signature.bind(None)
+        signature.bind(*given)
     except TypeError:
         return ArgumentError(
-            f"loss_fn takes {signature}, and is called with one argument, a micro-batch",
-            hint="let it see the model, and take a batch apart itself: "
-            "run.step(lambda batch: loss_fn(model, *batch), [batch])",
+            f"loss_fn takes {signature}, and is called with {', '.join(given)}",
+            hint=f"let it see all it needs, and take a batch apart itself: {call}",
         )
-    given = [*micro_batches] if isinstance(micro_batches, tuple | list) else []
-    arrays: list[Any] = [each for each in given if isinstance(each, array)]
+    batches = [*micro_batches] if isinstance(micro_batches, tuple | list) else []
+    arrays: list[Any] = [each for each in batches if isinstance(each, array)]
     if len({(each.ndim, each.dtype) for each in arrays}) < 2:  # sequences of other lengths are several batches
         return None
     shapes = " and ".join(str(tuple(each.shape)) for each in arrays[:2])

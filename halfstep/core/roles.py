@@ -217,7 +217,7 @@ def _read(kind: type, text: str) -> Value:
     head, *words = [part.strip() for part in text.split(":")]
     if kind is bool:
         if text not in ("true", "false"):
-            raise RoleValueError(f"`{text}` is neither `true` nor `false`")
+            raise RoleValueError(f"`{text}` is neither `true` nor `false`", hint="write `emulate=true`")
         return text == "true"
     if kind is Format or kind is Evaluation:
         if words:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves_with_path
 
-from halfstep.core.errors import UnsupportedModelError, UnsupportedOptimizerError
+from halfstep.core.errors import UnsupportedModelError, UnsupportedOptimizerError, type_name
 
 # Holds a single array and is not a module: the leaf of a Flax nnx variable.
 _BOX = jax.tree_util.GetAttrKey("value")
@@ -76,7 +76,7 @@ def check_transform(optimizer: Any) -> None:
     """Refuses what is not an optax transform of pytrees."""
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise UnsupportedOptimizerError(
-            f"the optimizer is a {type(optimizer).__name__}, not an optax transform",
+            f"the optimizer is {type_name(optimizer)}, not an optax transform",
             hint="for example optax.adamw(1e-3)",
         )
 

@@ -51,6 +51,7 @@ from halfstep.jax.update.checks import (
     check_not_in_shard_map,
     check_optimizer,
     measured_choice,
+    trace_error,
     unpack_train_state,
 )
 from halfstep.jax.update.step import Gradient, LossFn, accumulate, apply_sums, scalar_loss
@@ -185,7 +186,8 @@ def make_step(
     check_transform(optimizer)
     check_numbers(clip_norm=clip_norm)
     check_micro_batches(micro_batches)
-    call = partial(cast_inside, loss_fn, cast_batch=cast_batch) if cast else partial(call_checked, loss_fn)
+    inside = partial(cast_inside, loss_fn, cast_batch=cast_batch, trains=True)
+    call = inside if cast else partial(call_checked, loss_fn)
     gradient = partial(_gradient, call, monitor)
     stepper = optax.with_extra_args_support(optimizer)
     report = None if monitor is None else partial(update_sums, size=monitor.slice)
@@ -219,7 +221,7 @@ def make_step(
             applied, masters = _inputs(state)
             return gradient(state, applied, whole=True)(masters, batch, rng)[2]
 
-    return Step(compile_step(step, mesh), replay, call if cast else None, mesh, micro_batches, monitor)
+    return Step(loss_fn, compile_step(step, mesh), replay, call if cast else None, mesh, micro_batches, monitor)
 
 
 def compile_step(step: Callable[..., Any], mesh: Mesh | None = None) -> Any:
@@ -236,6 +238,7 @@ class Step:
 
     def __init__(
         self,
+        loss_fn: LossFn,
         step: Any,
         replay: Callable[..., Any],
         call: Callable[..., Any] | None,
@@ -243,7 +246,7 @@ class Step:
         micro_batches: int | None,
         monitor: Monitor | None,
     ):
-        self._step, self._replay = step, jax.jit(replay, compiler_options=COMPILER_OPTIONS)
+        self._loss_fn, self._step, self._replay = loss_fn, step, jax.jit(replay, compiler_options=COMPILER_OPTIONS)
         self._call, self._mesh, self._micro_batches, self._monitor = call, mesh, micro_batches, monitor
         self._warned = False
         self._unread: deque[tuple[Array, Array]] = deque(maxlen=64)  # scale, and whether the update was skipped
@@ -256,7 +259,12 @@ class Step:
             check_placed(state, self._mesh)
             batch = place_rows(batch, self._mesh, self._micro_batches)
         law, origin = state.policy.scale, state.origin
-        following, result = self._step(state, batch, rng)
+        try:
+            following, result = self._step(state, batch, rng)
+        except Exception as error:
+            if (explained := trace_error(error, self._loss_fn, batch, rng)) is not None:
+                raise explained from error
+            raise
         if self._monitor is not None:
             self._monitor.add(result.layers, result.updates)
         if not self._warned and isinstance(law, DynamicScale):

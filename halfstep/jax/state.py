@@ -23,7 +23,7 @@ from halfstep.core.averages import PREFIX as AVERAGE
 from halfstep.core.averages import pop_from_state, to_state
 from halfstep.core.choice import Choice
 from halfstep.core.choice.layers import NO_LAYERS, Measured, resumed
-from halfstep.core.errors import ArgumentError, RunStateError, StateError, UnsupportedTransformError
+from halfstep.core.errors import ArgumentError, RunStateError, StateError, UnsupportedTransformError, type_name
 from halfstep.core.policy import Policy
 from halfstep.core.roles import print_value
 from halfstep.core.scaling import ScaleState, saved_scale
@@ -149,7 +149,7 @@ def check_state(state: Any) -> None:
     """Refuses what is no state, and a state that is used up or traced: a compiled step takes neither."""
     if not isinstance(state, State):
         raise ArgumentError(
-            f"the first argument of the step is a {type(state).__name__}, not a state",
+            f"the first argument of the step is {type_name(state)}, not a state",
             hint="state = init(params, optimizer, policy); state, result = step(state, batch)",
         )
     if isinstance(state.num_applied, jax.core.Tracer):

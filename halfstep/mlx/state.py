@@ -16,7 +16,7 @@ import numpy as np
 
 from halfstep.core import state_format
 from halfstep.core.averages import PREFIX, to_state
-from halfstep.core.errors import StateError
+from halfstep.core.errors import StateError, type_name
 from halfstep.core.scaling import ScaleState, saved_scale
 from halfstep.core.state_format import Description, Stored, check_same, find_dtype
 from halfstep.mlx.convert.places import Place, arrays, public
@@ -46,7 +46,7 @@ def load_state(run: Any, given: Mapping[str, mx.array]) -> None:
     """Restores a state, bit for bit. One of another model, optimizer or precision is refused whole."""
     if not (isinstance(given, Mapping) and all(isinstance(array, mx.array) for array in given.values())):
         raise StateError(
-            "the state must be a dict of MLX's arrays by name, and is not",
+            f"the state is {type_name(given)}, not a dict of MLX's arrays by name",
             hint="run.load_state_dict(mx.load(file)) reads what mx.save_safetensors wrote of run.state_dict()",
         )
     check_same(_described(state_of(run)), _described(given))

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from halfstep.core.averages import to_state
-from halfstep.core.errors import StateError
+from halfstep.core.errors import StateError, type_name
 from halfstep.core.formats import FP32
 from halfstep.core.scaling import ScaleState, saved_scale
 from halfstep.core.state_format import Description, Part, Snapshot, Stored, check_same, find_dtype
@@ -166,10 +166,11 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 def from_dict(run: RunParts, given: Mapping[str, Any]) -> None:
     """Restores what `to_dict` returned, or refuses it entirely."""
-    missing = {"policy", "optimizers", "groups", "numbers", "tensors"} - given.keys()
+    held = given if isinstance(given, Mapping) else {}
+    missing = {"policy", "optimizers", "groups", "numbers", "tensors"} - held.keys()
     if missing:
         raise StateError(
-            f"this is not a state of a run: it has no `{sorted(missing)[0]}`",
+            f"{type_name(given)} was given, not a state of a run: it has no `{sorted(missing)[0]}`",
             hint="run.state_dict() returns one; run.load_torch_amp takes the state of a torch optimizer",
         )
     if given["policy"] != str(run.policy):

@@ -130,13 +130,11 @@ def test_the_policy_that_cures_is_read_by_train_and_policy(bad, tmp_path, capsys
 @pytest.mark.parametrize(
     ("given", "problem", "hint"),
     [
-        ([], "`halfstep audit` needs a target", "halfstep audit -- python train.py"),
         (["tiny", "--select", "HS150"], "there is no rule `HS150`", "did you mean"),
         (["tiny", "--steps", "0"], "--steps 0", "20"),
         (["tiny", "--steps", "5"], "--steps 5 changes nothing", "leave it out"),
         (["tiny", "--accept", "no.toml"], "`no.toml` cannot be read", "--accept"),
         (["tinny"], "neither a folder", "tiny"),
-        (["train.py"], "is a script", "halfstep audit -- python train.py"),
     ],
 )
 def test_wrong_usage(given, problem, hint, refused):

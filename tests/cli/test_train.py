@@ -191,10 +191,8 @@ def test_sample_begins_as_the_held_out_text_does(trained, small, tmp_path, capfd
 
 BAD = {
     "option": (["train", "--steps", "20"], "unknown option: --steps", "`--set training.steps=20`"),
-    "other option": (["train", "--batch-size=4"], "unknown option: --batch-size", "`--set training.batch=4`"),
     "two recipes": (["train", "tiny", "gpt2"], "`gpt2` is one argument too many", "halfstep train --help"),
     "backend": (["train", "--backend", "tensorflow"], "tensorflow", ""),
-    "device": (["train", "--policy", "fp32", "--device", "toaster"], "`toaster` is not a torch device", "cpu"),
     "gpus of JAX": (["train", "--backend", "jax", "--gpus", "4"], "--gpus starts processes of torch", "--device cuda:0-3"),
     "no run to resume": (["train", "--resume"], "there is no run to resume in runs/", "--out"),
     "older": (["train", "--allow-older"], "--allow-older only makes sense with --resume", "--resume"),

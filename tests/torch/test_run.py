@@ -41,25 +41,9 @@ def loss_of(run):
     return lambda x: (run.model(x).float().square().sum(), float(len(x)))
 
 
-@pytest.mark.parametrize("batches", [data(3), {"x": data(3)}])
-def test_one_batch_is_not_taken_for_several_nor_for_the_loss(batches):
-    r = run()
-    with refuses(HalfstepError, "micro_batches is one `", "run.step(loss_fn, [batch])"):
-        r.step(loss_of(r), batches)
-    with refuses(HalfstepError, "loss_fn is one `", "pass the function first"):
-        r.step(batches, loss_of(r))
-
-
-def test_calls_as_of_another_trainer_are_explained():
-    """A tuple (x, y) is two micro-batches to a step, and a loss function gets a micro-batch and no model."""
-    r = run()
-    inputs, targets = data(3), data(2).sum(1)
-    with refuses(HalfstepError, "each is taken for a micro-batch", "[(x, y)]"):
-        r.step(lambda batch: (r.model(batch[0]) - batch[1]).square().mean(), (inputs, targets))
-    with refuses(HalfstepError, "and is called with one argument", "lambda batch: loss_fn("):
-        r.step(lambda model, batch: model(batch).mean(), [inputs])
-    with pytest.raises(ZeroDivisionError):  # what is wrong with a loss is its own affair
-        r.step(lambda batch: 1 / 0, [inputs])
+def test_what_is_wrong_in_a_loss_function_is_its_own_affair():
+    with pytest.raises(ZeroDivisionError):
+        run().step(lambda batch: 1 / 0, [data(3)])
 
 
 def test_a_graph_can_be_kept_for_another_pass():
@@ -126,8 +110,6 @@ def test_a_weight_that_is_not_a_number_of_tokens_is_refused(weight):
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        (lambda r: r.model(data(2)), r"the loss has the shape \(2, 3\)"),
-        (lambda r: r.model(data(2)).detach().sum(), "needs no gradient"),
         (lambda r: r.model(data(2)).sum().bfloat16(), "bfloat16, and the policy says loss=fp32"),
         (lambda r: r.model(data(2)).sum().half(), "float16, and the policy says loss=fp32"),
     ],

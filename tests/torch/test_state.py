@@ -139,7 +139,6 @@ NOWHERE = {"optimizer.0.nowhere.exp_avg": torch.zeros(1)}
         (lambda given: {k: v for k, v in given.items() if k != "policy"}, "no `policy`"),
         (lambda given: {**given, "optimizers": ["SGD (torch)"]}, "from SGD"),
         (lambda given: {**given, "groups": [[{}, {}]]}, r"\[2\] groups"),
-        (lambda given: given["tensors"], "not a state of a run"),
         (lambda given: {**given, "tensors": {**given["tensors"], **NOWHERE}}, "has no `nowhere`"),
     ],
 )

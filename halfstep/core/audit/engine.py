@@ -83,8 +83,9 @@ def group(findings: Iterable[Finding]) -> list[Finding]:
 
 def chosen_rules(select: Iterable[str] = (), ignore: Iterable[str] = ()) -> list[str]:
     """Returns the ids of the rules to check."""
-    wanted = {id for name in select for id in _matching_ids(name)} if (select := list(select)) else set(registry())
-    return [id for id in registry() if id in wanted - {id for name in ignore for id in _matching_ids(name)}]
+    named, ignored = ([given] if isinstance(given, str) else [*given] for given in (select, ignore))
+    wanted = {id for name in named for id in _matching_ids(name)} if named else set(registry())
+    return [id for id in registry() if id in wanted - {id for name in ignored for id in _matching_ids(name)}]
 
 
 def _matching_ids(name: str, *, exact: bool = False) -> list[str]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from halfstep.config.model import owner
 from halfstep.core.choice.layers import NO_LAYERS, Measured
-from halfstep.core.errors import UnsupportedModelError
+from halfstep.core.errors import UnsupportedModelError, type_name
 from halfstep.core.formats import BF16, Format
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, base_precision, precisions
@@ -148,9 +148,9 @@ def _is_trained(name: str, leaf: Any) -> bool:
     dtype = getattr(leaf, "dtype", None)
     if dtype is None:
         raise UnsupportedModelError(
-            f"`{name}` is {type(leaf).__name__}, not an array",
-            hint="pass arrays alone: `params, static = eqx.partition(model, eqx.is_array)`; numbers to train "
-            "must be arrays: jnp.asarray(0.5)",
+            f"`{name}` is {type_name(leaf)}, not an array",
+            hint="pass arrays alone: Flax's `model.init(key, x)`, `params, static = eqx.partition(model, "
+            "eqx.is_array)`; numbers to train must be arrays: jnp.asarray(0.5)",
         )
     if any(jnp.issubdtype(dtype, kind) for kind in (jax.dtypes.prng_key, jnp.integer, jnp.bool_)):
         return False

@@ -35,6 +35,7 @@ from jax import Array, lax
 from jax.extend.core import Literal
 
 from halfstep.config.model import owner as module_of
+from halfstep.core.errors import LossError
 from halfstep.core.formats import BF16, FP16, FP32, TF32, Format
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_reach
@@ -76,9 +77,13 @@ def cast_inside(
     rest: Sequence[Any],
     *,
     cast_batch: bool,
+    trains: bool = False,
     interpreter: "Interpreter | None" = None,
 ) -> tuple[Any, Any]:
-    """Calls fn(params, batch, ...) as the policy says; returns its result, also as shapes and dtypes."""
+    """Calls fn(params, batch, ...) as the policy says; returns its result, also as shapes and dtypes.
+
+    A function that `trains` returns a loss, which depends on parameters.
+    """
     policy, leaves = applied.policy, applied.leaves
     checks.check_rules(policy)
     interpreter = interpreter or Interpreter(policy)
@@ -100,6 +105,12 @@ def cast_inside(
             batch,
         )
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(leaves.rebuild(shown), traced, *others)
+    parameters = [v for name, v in zip(leaves.names, closed.jaxpr.invars, strict=False) if name in masters]
+    if trains and closed.jaxpr.outvars and not patterns.depends(closed.jaxpr, parameters):
+        raise LossError(
+            "the loss does not depend on the parameters that the function is given",
+            hint="compute it from the first argument, loss_fn(params, batch), without jax.lax.stop_gradient",
+        )
     # 2. Find what shows in the jaxpr as a whole.
     interpreter.promoted = patterns.find_promoted(closed.jaxpr, shown_dtype(interpreter.base), len(leaves.values))
     # 3. Evaluate it on masters and on the batch as it enters.

@@ -20,7 +20,7 @@ fp32, with `astype`. A program without such a matmul has none of these values, a
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -49,6 +49,16 @@ _FLOAT32 = jnp.dtype(jnp.float32)
 _CONVERSIONS = ("astype", "asarray", "array", "convert_element_type")
 _CURVES = words("tanh logistic erf erfc")
 _POINTWISE = _CURVES | words("add sub mul div neg abs max min square integer_pow")
+
+
+def depends(jaxpr: Any, inputs: Iterable[Var]) -> bool:
+    """Whether the first result of a jaxpr depends on some of its inputs, as far as a gradient goes."""
+    reached = set(inputs)
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name != "stop_gradient" and any(_is_in(atom, reached) for atom in eqn.invars):
+            reached.update(eqn.outvars)
+    return _is_in(jaxpr.outvars[0], reached)
+
 
 # --- the promoted stream
 

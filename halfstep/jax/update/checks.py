@@ -4,25 +4,64 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax  # type: ignore[import-untyped]
 
 from halfstep.config.model import model_like
 from halfstep.core.arrays.measure import decide_once
 from halfstep.core.choice import Choice
 from halfstep.core.errors import (
+    AlreadyPreparedError,
     ArgumentError,
     AutoPolicyError,
     BatchError,
+    HalfstepError,
     LossError,
     LossFormatError,
     ParallelError,
     StateError,
     UnsupportedTransformError,
+    type_name,
 )
 from halfstep.core.policy import Policy
+from halfstep.core.refusal import call_error
 from halfstep.jax import measure
 from halfstep.jax.convert.apply import Leaves
 from halfstep.jax.numerics.dtypes import dtype_of, format_of
+from halfstep.jax.state import State
+
+
+def trace_error(error: Exception, loss_fn: Any, batch: Any, rng: Any) -> HalfstepError | None:
+    """Returns the error behind one of a step's trace, if the step was not made or called as it must be."""
+    if isinstance(error, HalfstepError):
+        return None
+    if not callable(loss_fn):
+        return ArgumentError(
+            f"loss_fn is {type_name(loss_fn)}", hint="pass the function: make_step(loss_fn, optimizer)"
+        )
+    if isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError):
+        return LossError(
+            f"the loss function asks for a number while it is traced: {str(error).partition(chr(10))[0]}",
+            hint="return the loss without float(), .item() or numpy; jnp.where chooses, jax.debug.print shows",
+        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            return BatchError(
+                f"leaf `{name}` of the batch is {type_name(leaf)}, not an array",
+                hint="give arrays of JAX or numpy, such as tensor.numpy(), and leave out what is none",
+            )
+    if isinstance(rng, int | float):
+        return ArgumentError(f"rng={rng} is no key of a generator", hint="step(state, batch, jax.random.key(0))")
+    if isinstance(batch, list) and not {tuple, list, dict}.isdisjoint(map(type, batch)):
+        return BatchError(
+            f"the batch is a list of {len(batch)} {type(batch[0]).__name__}s, and a step takes one batch",
+            hint="step(state, batch); or stack micro-batches, for make_step(..., micro_batches=n): "
+            "jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)",
+        )
+    given = ("parameters", "a batch") if rng is None else ("parameters", "a batch", "a key (rng)")
+    call = "make_step(lambda params, batch: loss_fn(params, *batch), optimizer); a key: step(state, batch, key)"
+    return call_error(error, loss_fn, (), jax.Array, given, call)
 
 
 def check_loss(returned: Any, policy: Policy) -> None:
@@ -88,6 +127,11 @@ class Progress(NamedTuple):
 
 def unpack_train_state(params: Any, optimizer: optax.GradientTransformation) -> tuple[Any, Progress | None]:
     """Returns the parameters and, if they came in a TrainState of Flax, how far it was trained."""
+    if isinstance(params, State):
+        raise AlreadyPreparedError(
+            "the parameters are a state that `init` returned",
+            hint="step(state, batch) continues with it; init(state.masters(), optimizer, policy) begins anew",
+        )
     if not all(hasattr(params, field) for field in ("apply_fn", "params", "tx", "opt_state", "step")):
         return params, None
     check_optimizer(optimizer, Leaves(params.params), params.opt_state)
@@ -122,5 +166,6 @@ def check_leading(batch: Any, count: int) -> None:
             where = f"leaf `{name}` of the batch" if name else "the batch"
             raise BatchError(
                 f"{where} has shape {jnp.shape(leaf)}, but there are {count} micro-batches",
-                hint=f"every leaf of the batch needs a leading axis of {count}",
+                hint=f"every leaf of the batch needs a leading axis of {count}: "
+                "batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *micro_batches)",
             )

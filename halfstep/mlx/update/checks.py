@@ -13,6 +13,7 @@ from halfstep.config.model import model_like
 from halfstep.core.arrays.measure import decide_once
 from halfstep.core.choice import Choice
 from halfstep.core.errors import (
+    AlreadyPreparedError,
     ArgumentError,
     AutoPolicyError,
     LossError,
@@ -20,10 +21,13 @@ from halfstep.core.errors import (
     MissingPackageError,
     RunStateError,
     UnsupportedTransformError,
+    type_name,
 )
 from halfstep.core.policy import Policy
 from halfstep.mlx import measure
 from halfstep.mlx.numerics.dtypes import dtype_of, is_floating, kind_of
+
+_PAIR = "return the mean loss alone, or (losses.sum(), mask.sum())"
 
 
 def resolve_compile(asked: bool | None) -> bool:
@@ -49,9 +53,14 @@ def check_parts(model: Any, optimizer: Any) -> None:
         if not isinstance(given, kind):
             where = "mlx.nn" if kind is Module else "mlx.optimizers"
             raise ArgumentError(
-                f"the {word} is a `{type(given).__name__}`, not an `{where}.{kind.__name__}`",
-                hint="prepare(model, optimizer, policy)",
+                f"the {word} is {type_name(given)}, not an `{where}.{kind.__name__}`",
+                hint="prepare(model, optimizer, policy); optimizer = mlx.optimizers.AdamW(3e-4)",
             )
+    if "update" in vars(optimizer):
+        raise AlreadyPreparedError(
+            f"the optimizer, {type_name(optimizer)}, belongs to another run",
+            hint="give each model its own: mlx.optimizers.AdamW(3e-4); or run.unprepare() gives this one back",
+        )
 
 
 def measured_choice(model: Module, tokens: int, *, alone: bool = True) -> Choice:
@@ -87,10 +96,11 @@ def check_weight(weight: Any) -> mx.array:
     if isinstance(weight, mx.array):
         if weight.ndim:
             raise LossError(
-                f"the weight of a loss has the shape {weight.shape}; it must be one number", hint="sum the mask"
+                f"the weight of a loss has the shape {weight.shape}; it must be one number", hint=_PAIR
             )
     elif isinstance(weight, bool) or not isinstance(weight, int | float) or not weight >= 0:
-        raise LossError(f"weight={weight!r}: it is a number of tokens, 0 or more", hint="0 adds nothing")
+        given = type_name(weight) if isinstance(weight, dict | tuple | list) else repr(weight)
+        raise LossError(f"weight={given}: it is a number of tokens, 0 or more", hint=_PAIR)
     return mx.array(weight).astype(mx.float32)
 
 
@@ -102,7 +112,7 @@ def check_loss(loss: Any, policy: Policy) -> mx.array:
             given = f"{loss.dtype} of shape {loss.shape}"
         raise LossError(
             f"the loss function returned {given}; a loss is one floating scalar",
-            hint="return its mean, or (sum, count)",
+            hint="return its mean, without .item(), or (sum, count)",
         )
     wanted = mx.float32 if policy.emulate else dtype_of(policy.loss)
     if loss.dtype.size < wanted.size:

@@ -29,7 +29,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from halfstep.core.choice import Choice
 from halfstep.core.errors import GradientsError, ModelChangedError, RunStateError, warn_caller
 from halfstep.core.formats import FP32
-from halfstep.core.refusal import step_error
+from halfstep.core.refusal import call_error, step_error
 from halfstep.core.scaling import DynamicScale, ScaleAlarm, ScaleState
 from halfstep.mlx.convert.apply import Applied
 from halfstep.mlx.convert.places import arrays, trainable, walk
@@ -45,6 +45,7 @@ from halfstep.mlx.update.checks import check_loss, check_untraced, check_weight,
 
 # loss_fn(model, batch) -> the mean loss, or (the sum of losses, the number of tokens)
 LossFn = Callable[[Module, Any], Any]
+_CALL = ("the model", "a micro-batch"), "run.step(lambda model, batch: loss_fn(model, *batch), [batch])"
 BEHIND = 4  # updates; a scale takes ten to fall from where the alarm begins to its floor
 _SCALARS = {"scale": mx.float32, "good_steps": mx.int32, "tolerance": mx.int32, "stuck": mx.bool_}
 
@@ -166,9 +167,17 @@ class Engine:
         if isinstance(micro_batches, mx.array | dict) or not callable(loss_fn):
             raise step_error(loss_fn, micro_batches)
         differentiate = self.value_and_grad(loss_fn)
-        for batch in micro_batches:
-            self.accumulate(differentiate(batch)[1])
-        return self.update()
+        try:
+            for batch in micro_batches:
+                self.accumulate(differentiate(batch)[1])
+            return self.update()
+        except BaseException as error:
+            begun = self._sum is not None
+            self.forget()  # half a sum must not become part of the next
+            explained = None if begun else call_error(error, loss_fn, micro_batches, mx.array, *_CALL)
+            if explained is not None:
+                raise explained from error
+            raise
 
     def value_and_grad(self, loss_fn: LossFn) -> Callable[[Any], tuple[mx.array, Gradients]]:
         """Returns a function of a batch that returns its mean loss and the gradients, which `update` takes."""
@@ -191,7 +200,7 @@ class Engine:
         """Adds the gradients of a micro-batch to those of the next update."""
         if not isinstance(grads, Gradients):
             raise GradientsError(
-                f"the gradients are a {type(grads).__name__}, which does not say which scale they carry",
+                f"the gradients are a `{type(grads).__name__}`, which does not say which scale they carry",
                 hint="pass what run.value_and_grad(loss_fn)(batch) returns, unchanged",
             )
         held = self._sum

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from halfstep.core.errors import AlreadyPreparedError, ParallelError, PolicyFitError, UnsupportedModelError
+from halfstep.core.errors import (
+    AlreadyPreparedError,
+    ParallelError,
+    PolicyFitError,
+    UnsupportedModelError,
+    type_name,
+)
 from halfstep.core.formats import FP32
 from halfstep.core.precision import Precision
 from halfstep.core.roles import Param, is_narrow, print_value
@@ -196,9 +202,7 @@ def check_type(model: object) -> None:
     """Refuses what is not a model."""
     if not isinstance(model, nn.Module):
         hint = "prepare(model, optimizer, policy) takes the model itself, not its forward or its parameters"
-        raise UnsupportedModelError(
-            f"`{type(model).__name__}` was given as the model, not an nn.Module", hint=hint
-        )
+        raise UnsupportedModelError(f"{type_name(model)} was given as the model, not an nn.Module", hint=hint)
 
 
 def check_model(model: nn.Module, *, empty: bool = False) -> None:

@@ -27,6 +27,7 @@ from halfstep.core.errors import ArgumentError
 from halfstep.core.formats import FP32
 from halfstep.core.observed import LayerInfo, LayerNumbers, Observation, Sample, format_table, name_numbers
 from halfstep.core.precision import Precision
+from halfstep.core.refusal import check_numbers
 from halfstep.torch.instruments.observe.slots import LayerWatch, first_tensor
 from halfstep.torch.instruments.observe.sums import Part, observations, part_of, sum_dtype
 from halfstep.torch.instruments.replay import casts_of, extra_pass_of_run
@@ -192,9 +193,7 @@ class Monitor:
     """Watches the layers of a run; `run.monitor()` makes one."""
 
     def __init__(self, run: Any, every: int, slice: int):
-        for name, value in (("every", every), ("slice", slice)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ArgumentError(f"{name}={value!r} is not a whole number from 1", hint=f"such as {name}=100")
+        check_numbers(every=every, slice=slice)
         if slice > MOST_SLICE:
             raise ArgumentError(f"slice={slice}: at most {MOST_SLICE:,} elements are counted", hint="4096 will do")
         self.every, self.slice = every, slice

@@ -30,6 +30,7 @@ from halfstep.core.errors import (
     OptimizerParametersError,
     PolicyConflictError,
     UnsupportedOptimizerError,
+    type_name,
 )
 from halfstep.core.formats import FP32, Format
 from halfstep.core.roles import Param
@@ -375,8 +376,9 @@ def _check_kind(optimizer: Any, *, narrow: bool) -> None:
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UnsupportedOptimizerError(
-            f"{type(optimizer).__name__} is not a torch.optim.Optimizer: its parameters are unknown",
-            hint="prepare(model, optimizer, policy) takes an optimizer or a list of them",
+            f"{type_name(optimizer)} is not a torch.optim.Optimizer: its parameters are unknown",
+            hint="prepare(model, optimizer, policy) takes an optimizer or a list of them, such as "
+            "torch.optim.AdamW(model.parameters(), lr=3e-4)",
         )
     required = _required(optimizer)
     if required and not isinstance(optimizer, Optimizer):

@@ -29,7 +29,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from halfstep.core.errors import GradientsError, LossError, LossFormatError, ModelChangedError
+from halfstep.core.errors import GradientsError, LossError, LossFormatError, ModelChangedError, type_name
 from halfstep.core.policy import Policy
 from halfstep.core.scaling import NoScale
 from halfstep.torch.numerics.dtypes import FLOATS, dtype_of
@@ -166,8 +166,17 @@ class Accumulation:
 
         Autograd has a thread for each GPU. To wake it and to hand Python over takes a fifth of a small pass.
         """
-        with torch.autograd.set_multithreading_enabled(self._several_devices):
-            loss.backward(retain_graph=retain_graph)
+        try:
+            with torch.autograd.set_multithreading_enabled(self._several_devices):
+                loss.backward(retain_graph=retain_graph)
+        except RuntimeError as error:
+            if "through the graph a second time" not in str(error):
+                raise
+            raise LossError(
+                "there was a backward pass of this loss before: its graph is gone",
+                hint="run.step and run.backward make it: leave loss.backward() out; run.backward(loss, "
+                "retain_graph=True) keeps the graph",
+            ) from error
 
     def _weigh_sums(self, weight: Tensor | float, scale: Tensor, parameters: Sequence[Tensor]) -> Tensor | float:
         """Makes a micro-batch's weight the reference of all sums; returns its own: 1, or 0 without tokens."""
@@ -209,7 +218,8 @@ class Accumulation:
         """Returns the sum of each parameter that has one, by its id; refuses those that joined since `prepare`."""
         if self._reference is None:
             raise GradientsError(
-                "there are no gradients to update with", hint="call backward() or step() before update()"
+                "there are no gradients to update with",
+                hint="run.backward(loss), and not loss.backward(), comes before run.update(); run.step does both",
             )
         if not self.complete:
             raise GradientsError(
@@ -227,7 +237,7 @@ class Accumulation:
         if not grads:
             raise GradientsError(
                 "no parameter of the optimizers has a gradient",
-                hint="the loss does not depend on them, or they are frozen",
+                hint="the loss does not depend on them, they are frozen, or zero_grad() dropped them: omit it",
             )
         return grads
 
@@ -263,13 +273,13 @@ class Accumulation:
         if not isinstance(loss, Tensor):
             raise LossError(
                 f"the loss is a {type(loss).__name__}; it must be a tensor of one number",
-                hint="return the mean loss, or (the sum of losses, the number of tokens)",
+                hint="return the mean loss, without .item(), or (the sum of losses, the number of tokens)",
             )
         if loss.numel() != 1 or not loss.requires_grad:
             wrong = f"has the shape {tuple(loss.shape)}" if loss.numel() != 1 else "needs no gradient"
             raise LossError(
                 f"the loss {wrong}; it must be one number that depends on parameters",
-                hint="take its mean, or return (sum, count); compute it outside of no_grad()",
+                hint="take its mean, or return (sum, count); compute it outside of no_grad(), without detach()",
             )
         if loss.dtype.itemsize < self._loss_bytes:
             raise LossFormatError(
@@ -315,8 +325,10 @@ def check_weight(weight: Any) -> Tensor | float:
     elif isinstance(weight, int | float) and weight < 0.0:
         raise LossError(f"weight={weight!r}: a number of tokens is not negative", hint="0 adds nothing")
     given = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+    given = type_name(weight) if isinstance(weight, dict | tuple | list) else given
     raise LossError(
-        f"weight={given}: a number of tokens is one number", hint="such as targets.numel(), or (y >= 0).sum()"
+        f"weight={given}: a number of tokens is one number",
+        hint="such as targets.numel(), or (y >= 0).sum(); or return the mean loss alone, without logits",
     )
 
 

@@ -21,8 +21,9 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from halfstep.core.errors import HalfstepError, RunStateError
+from halfstep.core.errors import BatchError, HalfstepError, RunStateError
 from halfstep.core.formats import FP32
 from halfstep.core.refusal import call_error, step_error
 from halfstep.core.scaling import DynamicScale, NoScale
@@ -106,7 +107,7 @@ class Engine(RunParts):
         # Only a dynamic scale has a floor, at which `check` runs the step again.
         kept: list[Any] = []
         self._last = (loss_fn, kept) if isinstance(self.policy.scale, DynamicScale) else None
-        has_peers = self.sharded is not None or num_ranks() > 1
+        has_peers, batch = self.sharded is not None or num_ranks() > 1, None
         try:
             self.make_casts()
             for batch, last in mark_last(micro_batches):
@@ -129,9 +130,12 @@ class Engine(RunParts):
             begun = self.accumulation.begun
             self.forget()  # half a sum must not become part of the next
             if isinstance(error, Exception):
-                self.masters.check_writes()  # a parameter that was resized is the reason, not where it failed
-                ours = isinstance(error, HalfstepError | torch.OutOfMemoryError)
-                if not (ours or begun) and (explained := call_error(loss_fn, micro_batches, Tensor)) is not None:
+                self.masters.check_writes()  # a parameter that was written, moved or resized is the reason
+                self.check_parameters()
+                explained: HalfstepError | None = _device_error(error, batch, self.device)
+                if not begun and not isinstance(error, torch.OutOfMemoryError):
+                    explained = explained or call_error(error, loss_fn, micro_batches, Tensor)
+                if explained is not None:
                     raise explained from error
             raise
         finally:
@@ -306,3 +310,14 @@ class Engine(RunParts):
             raise RunStateError("the run has ended: its model was given back", hint="prepare the model again")
         if self._holds:
             raise RunStateError(f"the model holds {self._holds}, now", hint="leave that block first")
+
+
+def _device_error(error: Exception, batch: Any, device: torch.device) -> BatchError | None:
+    """Returns the error behind one of torch's about devices, if the batch is elsewhere than the model."""
+    others = {str(x.device) for x in tree_leaves(batch) if isinstance(x, Tensor)} - {str(device)}
+    if not others or not isinstance(error, RuntimeError) or "device" not in str(error):
+        return None
+    return BatchError(
+        f"a micro-batch has tensors on {', '.join(sorted(others))}, and the model is on {device}",
+        hint=f'move them first: x, y = x.to("{device}"), y.to("{device}")',
+    )

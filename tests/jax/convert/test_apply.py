@@ -69,8 +69,8 @@ def test_two_leaves_of_one_name_and_integers_alone_are_refused():
     ("leaf", "said"),
     [
         (jax.nn.relu, "not an array"),
-        ("relu", "is str, not an array"),
-        (0.5, "is float, not an array"),
+        ("relu", "is a `str`, not an array"),
+        (0.5, "is a `float`, not an array"),
         (np.float64(1), "`odd` is float64"),
         (np.complex64(1), "`odd` is complex64"),
         (jnp.zeros(2, jnp.float8_e4m3fn), "`odd` is float8_e4m3fn"),

@@ -405,7 +405,7 @@ def test_refusals():
     monitor.stop()
     with refuses(HalfstepError, "every=0", "every=100"):
         run.monitor(every=0)
-    with refuses(HalfstepError, r"slice=2\.5", "slice=100"):
+    with refuses(HalfstepError, r"slice=2\.5", "slice=4096"):
         run.monitor(slice=2.5)
     with refuses(HalfstepError, r"slice=1152921504606846976: at most 1,048,576", "4096"):
         run.monitor(slice=2**60)
