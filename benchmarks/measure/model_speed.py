@@ -4,7 +4,7 @@
     python benchmarks/measure/model_speed.py --print --save FILE        # only the table so far
     python benchmarks/measure/model_speed.py --dry                      # tiny, on the CPU: whether it runs
 
-Models are GPT-2 in several ways of writing (benchmarks/ways.py) and those of transformers and torchvision (SHAPES);
+Models are GPT-2 in several ways of writing (benchmarks/ways.py), and those of transformers and torchvision;
 `NAME/logits` returns the whole output of a model of transformers instead of its loss alone. Arms:
 
     autocast   the unchanged model under autocast in bf16, torch's fused AdamW, clipped: the usual way
@@ -12,10 +12,11 @@ Models are GPT-2 in several ways of writing (benchmarks/ways.py) and those of tr
     whole      the same with whole fp32 masters
     fp8        "fp8-mixed,param=fp32:split"
 
-Each arm is a process that holds its model, so that a peak of memory is its own. All arms of a model compile at the
-same time, then take turns. A ratio is that of median turns, with that of the fastest beside it. `--mode eager` does
-not compile. One JSON line for each model, arm and mode is added to `--save` when it is measured; what is there is not
-measured again. A model that is not ready within the `--seconds` is listed as not run.
+Each arm is a process that holds its model, so that a peak of memory is its own. The arms of some models compile at
+the same time, those of fp8 after them and one by one, because they time layers; then all take turns. A ratio is that
+of median turns, with that of the fastest beside it. `--mode eager` does not compile. One JSON line for each model, arm
+and mode is added to `--save` when it is measured; what is there is not measured again. What is not ready within the
+`--seconds` is listed as not run.
 """
 
 import argparse
@@ -46,6 +47,7 @@ ARMS = {
 GPT2 = {"layers": 12, "width": 768, "heads": 12, "vocabulary": 50304, "context": 1024}
 TINY = {"layers": 1, "width": 16, "heads": 2, "vocabulary": 64, "context": 16}
 RATE, CLIP, FIRST, UPDATES = 1e-4, 1.0, 6, 10
+SAME: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 _GPT2 = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
 _DECODER = {"num_hidden_layers": 6, "use_cache": False, "tie_word_embeddings": True}
 # (package, configuration, model, sizes, sequences or images, tokens or pixels)
@@ -139,7 +141,7 @@ def _images(seed: int, count: int, device: str) -> tuple[Tensor, Tensor]:
 def _step_of(arm: str, mode: str, model: nn.Module, loss: Callable[..., Any], draw: Any, device: str) -> Step:
     batches = [draw(seed) for seed in range(4)]
     if arm == "autocast":
-        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True, **SAME)
         call = torch.compile(loss) if mode == "compiled" else loss
 
         def usual(i: int) -> Tensor:
@@ -155,7 +157,7 @@ def _step_of(arm: str, mode: str, model: nn.Module, loss: Callable[..., Any], dr
         return usual
     from halfstep.torch import AdamW, prepare
 
-    run = prepare(model, AdamW(model.parameters(), lr=RATE), ARMS[arm], clip_norm=CLIP)
+    run = prepare(model, AdamW(model.parameters(), lr=RATE, **SAME), ARMS[arm], clip_norm=CLIP)
     call = torch.compile(loss) if mode == "compiled" else loss
 
     def of_batch(batch: Any) -> Tensor:
@@ -207,19 +209,29 @@ def _wait(device: str) -> None:
 def measure(names: list[str], arms: list[str], given: argparse.Namespace, device: str) -> list[dict[str, Any]]:
     """Compiles the arms of some models at the same time, and lets them take turns; returns a row for each."""
     context, workers = multiprocessing.get_context("spawn"), {}
-    for name in names:
-        for arm in arms:
+    keys = sorted(((name, arm) for name in names for arm in arms), key=lambda key: key[1] == "fp8")
+    rows: dict[Any, Any] = {
+        (name, arm): {"model": name, "arm": arm, "mode": given.mode, "seconds": [], "peak": 0}
+        for name, arm in keys
+    }
+    ready: set[Any] = set()
+
+    def receive_first(those: Any) -> None:
+        for key in [key for key in those if key not in ready]:
+            rows[key] |= _receive(workers[key][1], given.deadline)
+            ready.add(key)
+
+    try:
+        for name, arm in keys:
+            if arm == "fp8":
+                receive_first(workers)
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=work, args=(theirs, name, arm, given.mode, device, given.dry), daemon=True
-            )
+            options = (theirs, name, arm, given.mode, device, given.dry)
+            process = context.Process(target=work, args=options, daemon=True)
             process.start()
             theirs.close()
             workers[name, arm] = (process, ours)
-    rows = {key: {"model": key[0], "arm": key[1], "mode": given.mode, "seconds": [], "peak": 0} for key in workers}
-    try:
-        for key, (_, pipe) in workers.items():
-            rows[key] |= _receive(pipe, given.deadline)
+        receive_first(workers)
         for turn in range(given.turns):
             for key, (_, pipe) in [*workers.items()][:: 1 if turn % 2 else -1]:
                 if "error" not in rows[key]:

@@ -64,6 +64,15 @@ def first_of(node: fx.Node) -> fx.Node | None:
     return given if isinstance(given, fx.Node) else None
 
 
+def other_format(nodes: Iterable[fx.Node], compute: torch.dtype | None) -> str:
+    """Returns a format that code casts to and a kernel would not round to; empty if there is none."""
+    for node in nodes:
+        value = value_of(node)
+        if value is not None and value.dtype not in (torch.float32, torch.float64, compute):
+            return f"it is cast to {str(value.dtype).removeprefix('torch.')} in between"
+    return ""
+
+
 def used_elsewhere(nodes: Collection[fx.Node], by: fx.Node) -> fx.Node | None:
     """Returns what uses one of these nodes, other than they themselves and one more; None if nothing does."""
     for node in nodes:

@@ -21,6 +21,7 @@ from halfstep.torch.fusion.graph import (
     called,
     describe_use,
     first_of,
+    other_format,
     owner_name,
     remove,
     shape_of,
@@ -43,7 +44,8 @@ from halfstep.torch.numerics.provenance import traced
 
 OF_LAYER, OF_ROWS = "cross-entropy of a layer", "cross-entropy of narrow logits"
 _GIVEN = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-_TRANSPOSES = frozenset(("transpose", "swapaxes", "swapdims", "mT", "permute", "movedim", "moveaxis"))
+_TRANSPOSES = frozenset(("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis"))
+_MOVES = _TRANSPOSES | {"getitem", "getattr", "narrow", "select", "expand", "expand_as", "detach", "t"}
 
 
 class Layer(NamedTuple):
@@ -150,7 +152,8 @@ def _asked(node: fx.Node) -> dict[str, Any] | None:
     while called(second) in CASTS and (source := first_of(second)) is not None:
         above.append(second)
         second = source
-    source = first_of(second) if logits.dim() == 3 and targets.dim() == 2 and called(second) in _TRANSPOSES else None
+    turned = logits.dim() == 3 and targets.dim() == 2 and called(second) in _TRANSPOSES
+    source = first_of(second) if turned else None
     if source is None or shape_of(source) != (logits.shape[0], logits.shape[2], logits.shape[1]):
         return None
     return {**asked, "input": source, "above": [*above, second]}
@@ -228,6 +231,8 @@ def _fuse_with_layer(graph: fx.Graph, node: fx.Node, asked: dict[str, Any], path
     if why := why_no_kernel(logits, compute):
         return why
     between = [*asked.get("above", ()), *path.steps, path.end]
+    if why := other_format(path.steps, compute):
+        return why
     if (user := used_elsewhere(between, node)) is not None:
         return describe_use(user, f"the logits of {owner}")
     given = [layer.x, layer.values, layer.owner, layer.bias, layer.amaxes]
@@ -259,9 +264,9 @@ def _fuse_rows(graph: fx.Graph, node: fx.Node, asked: dict[str, Any], path: Path
     assert value is not None
     if why := why_no_kernel(value, value.dtype):
         return why
-    if why := why_not_moved(narrow, node, [narrow]):
-        return why
     above = [*reversed(path.steps[: _place_after(path, narrow)])]
+    if why := why_not_moved(above[0], node, [narrow, *above]) or other_format(above, value.dtype):
+        return why
     if (cap := path.cap) and not any(called(step) in ("tanh", "sigmoid") for step in above):
         cap = 0.0  # the softcap came before, in the compute format
     rows, copies = narrow, []
@@ -270,11 +275,17 @@ def _fuse_rows(graph: fx.Graph, node: fx.Node, asked: dict[str, Any], path: Path
             if called(step) in VIEWS or called(step) == "getitem":
                 rows = graph.node_copy(step, lambda n, rows=rows, step=step: rows if n is first_of(step) else n)
                 copies.append(rows)
-        layer = layer_at(path.end)
-        kept = CASTS_BY_NAME[layer.narrow].precision.kept_bits if layer is not None and layer.narrow else 0
-        arguments = (rows, asked["target"], _terms(asked, cap), asked.get("reduction") or "mean", kept)
+        arguments = (rows, asked["target"], _terms(asked, cap), asked.get("reduction") or "mean", _kept(path.end))
         _replace(graph, node, row_loss, arguments, path.steps)
     return ""
+
+
+def _kept(node: fx.Node | None) -> int:
+    """Returns how many bits of mantissa the layer that made logits keeps of their gradient; 0 for all."""
+    while node is not None and called(node) in VIEWS | _MOVES:
+        node = first_of(node)
+    layer = None if node is None else layer_at(node)
+    return CASTS_BY_NAME[layer.narrow].precision.kept_bits if layer is not None and layer.narrow else 0
 
 
 def _place_after(path: Path, narrow: fx.Node) -> int:

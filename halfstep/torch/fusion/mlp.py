@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, fx
 
 from halfstep.torch.fusion.graph import (
+    CASTS,
     VIEWS,
     called,
     describe_use,
     first_of,
+    other_format,
     owner_name,
     remove,
     used_elsewhere,
@@ -68,9 +70,9 @@ def fuse_layers(graph: fx.Graph) -> Iterator[tuple[str, str]]:
 
 
 def _over_views(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """Returns the first node above that is no view, and the views."""
+    """Returns the first node above that is neither a view nor a cast, and those that are."""
     steps = []
-    while called(node) in VIEWS and (source := first_of(node)) is not None:
+    while called(node) in VIEWS | CASTS and (source := first_of(node)) is not None:
         value, given = value_of(node), value_of(source)
         if value is None or given is None or value.shape[-1:] != given.shape[-1:]:
             break
@@ -87,6 +89,8 @@ def _fuse(graph: fx.Graph, up: fx.Node, down: fx.Node, function: Pointwise, betw
     if x is None or up_values is None or down_values is None or y is None:
         return "their sizes are not known"
     if why := why_not_fused(x, up_values, down_values, DIRECT[first[5]]):  # type: ignore[index]
+        return why
+    if why := other_format(between, first[5]):  # type: ignore[arg-type]
         return why
     if (user := used_elsewhere([up, *between], down)) is not None:
         return describe_use(user, f"the results of {owner_name(first[2])}")
@@ -116,8 +120,8 @@ def replace_functions(graph: fx.Graph) -> Iterator[tuple[str, str]]:
         x = value_of(function.source)
         if x is None or value is None or x.dtype is not value.dtype or not _has_form(name, x, function):
             continue
-        others = used_elsewhere(function.nodes[1:], node)
-        if others is not None or why_not_moved(function.source, node, [function.source]):
+        others = used_elsewhere(function.nodes[1:], node) or other_format(function.nodes, x.dtype)
+        if others or why_not_moved(function.source, node, [function.source]):
             continue
         with graph.inserting_before(node):
             made = graph.call_function(FORMS[name], (function.source,))
