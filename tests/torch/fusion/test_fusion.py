@@ -132,8 +132,8 @@ def check_same(activation, loss, memory="fast"):
     """Trains with and without the passes; returns what they fused, and why not."""
     made, grads, found, apart = train(activation, loss, backend=fused(), memory=memory)
     right, right_grads, _, _ = train(activation, loss, backend="aot_eager", memory=memory)
-    # A GELU or a softcap is rounded once instead of up to nine times, each by at most 2^-9. A loss changes by at most
-    # twice what logits do; the logits' gradient is rounded before a factor instead of after it.
+    # A GELU or a softcap is rounded once instead of up to nine times, each by at most 2^-9. A loss changes by at
+    # most twice what logits do; the logits' gradient is rounded before a factor instead of after it.
     assert (made - right).abs() <= 2 * 9 * 2.0**-9 * 4
     for grad, expected in zip(grads, right_grads, strict=True):
         assert (grad - expected).norm() <= 2.0**-5 * expected.norm()
@@ -175,10 +175,10 @@ def written_through_a_view(z, t):
     return flat(z, t)
 
 
-def in_another_mode(z, t):
-    with torch.enable_grad():
-        z = z.float()
-    return flat(z, t)
+def without_gradients(z, t):
+    with torch.no_grad():
+        wide = z.float()
+    return flat(wide, t) + z.sum()
 
 
 def hooked(z, t):
@@ -200,7 +200,7 @@ LEFT = {
     "weights of classes": (lambda z, t: flat(z.float(), t, weight=torch.ones(V)), {}, "weights of classes"),
     "a temperature": (lambda z, t: flat(z.float() / 0.7, t), {}, "from `div`"),
     "cast to fp16": (lambda z, t: flat(z.half().float(), t), {OF_ROWS: 1}, "from `half`"),
-    "in another mode": (in_another_mode, {}, "switched"),
+    "without gradients": (without_gradients, {}, "switched"),
 }  # fmt: skip
 
 
