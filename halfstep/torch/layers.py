@@ -23,7 +23,6 @@ Every function takes a `Casts` last (lowering.py) and is hidden from function mo
 Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar, cast
@@ -39,8 +38,7 @@ from halfstep.core.policy import Policy, as_policy
 from halfstep.core.precision import Precision, base_precision
 from halfstep.core.refusal import named_format
 from halfstep.torch.fp8.delayed import History
-from halfstep.torch.fp8.linear import CASTS_BY_NAME, layer_grad_bits, narrow_in_graph, narrow_linear
-from halfstep.torch.kernels import epilogue
+from halfstep.torch.fp8.linear import CASTS_BY_NAME, amaxes_of, layer_grad_bits, narrow_in_graph, narrow_linear
 from halfstep.torch.loss import plain as losses
 from halfstep.torch.loss.coded import coded_in_graph
 from halfstep.torch.loss.fp8 import loss_in_graph, narrow_losses
@@ -65,19 +63,10 @@ from halfstep.torch.numerics.matmul import (
     EmbeddingLookup,
     apply_linear,
     eager_linear,
-    gelu_in_graph,
     linear_in_steps,
-    why_not_fused,
 )
 from halfstep.torch.numerics.norms import normalize
-from halfstep.torch.numerics.provenance import (
-    gelu_of,
-    mark_new,
-    note_grad_bits,
-    note_linear,
-    rows_of_layer,
-    transforming,
-)
+from halfstep.torch.numerics.provenance import transforming
 from halfstep.torch.numerics.recompute import NODE, RecomputeInBackward, drop_recomputable, recompute_in_backward
 from halfstep.torch.numerics.split.holder import Holder
 from halfstep.torch.numerics.split.operand import is_split, operand_of, route_gradient
@@ -139,13 +128,13 @@ def linear(
     *,
     transposed: bool = False,
     history: History | None = None,
-    watched: bool = False,
     loss_casts: Casts | None = None,
+    lean: bool = False,
 ) -> Tensor:
     """Returns x W^T + b, or x W + b if the matrix is held `transposed`; `history` scales delayed operands.
 
-    If it is not `watched` by hooks, compiled code may compute it together with the layer before, or with its loss,
-    which has casts of its own if `loss_casts` are given.
+    Compiled code may compute it together with its loss (fusion/loss.py), which has casts of its own if there are
+    `loss_casts`, and makes a part of the logits at a time if it is `lean`.
     """
     with torch._C.DisableTorchFunction():
         if torch._C._is_any_autocast_enabled():
@@ -178,8 +167,7 @@ def linear(
         if transformed and casts.wide is None:
             return linear_in_steps(x, values, check_transformed(owner, casts), bias, casts)
         if torch.compiler.is_compiling():
-            followed = torch.is_grad_enabled() and not watched
-            return _traced_linear(x, values, owner, bias, casts, history, loss_casts, followed)
+            return _traced_linear(x, values, owner, bias, casts, history, loss_casts, lean)
         with drop_recomputable(x):
             if casts.wide is not None:
                 return narrow_linear(x, values, owner, bias, casts, history)
@@ -194,19 +182,15 @@ def _traced_linear(
     casts: Casts,
     history: History | None,
     loss_casts: Casts | None,
-    followed: bool,
+    lean: bool,
 ) -> Tensor:
-    """Returns the product; if x is the GELU of another, from what that was made of."""
-    parts = (values, owner, None if bias is None else bias.detach(), bias)
+    """Returns the product, with what its loss needs if the two are fused."""
+    chunks = losses.LEAN_CHUNKS if lean else 1
     if casts.wide is not None:
-        y = narrow_linear(x, values, owner, bias, casts, history)
-        y = note_grad_bits(y, casts.precision.kept_bits)
-        return note_linear(y, x, parts, casts, history) if followed else y
-    origin = None if not followed or epilogue.device_lacks(x.device) else gelu_of(x)
-    if origin is not None and origin.casts is casts and not why_not_fused(x, origin.weight[0], values, casts):
-        return gelu_in_graph(origin.x, *origin.weight, *parts, origin.lean, casts.compute)
-    y = apply_linear(x, *parts, casts)
-    return note_linear(y, x, parts, casts, history, loss_casts) if followed else y
+        return narrow_linear(x, values, owner, bias, casts, history, chunks)
+    past = (None, None) if loss_casts is None else amaxes_of(history, loss_casts, trained=True)
+    of_loss = ("" if loss_casts is None else loss_casts.words, chunks, *past)
+    return apply_linear(x, values, owner, None if bias is None else bias.detach(), bias, casts, of_loss=of_loss)
 
 
 def check_transformed(weight: Tensor, casts: Casts) -> Tensor:
@@ -249,8 +233,7 @@ def rms_norm(x: Tensor, gain: Tensor | None, casts: Casts, eps: float | None = 1
     """Returns x / sqrt(mean(x^2) + eps) * gain over the last dims: inside in the norm format, out in compute."""
     with torch._C.DisableTorchFunction():
         if _is_plain_norm(x, gain, casts):
-            y = normalize(x, gain, None, eps, dims, casts.compute, False)
-            return mark_new(y) if torch.compiler.is_compiling() else y
+            return normalize(x, gain, None, eps, dims, casts.compute, False)
         x, gain = island(x, "norm", casts), gain if gain is None else island_parameter(gain, "norm", casts)
         return exit_island(torch.rms_norm(x, x.shape[-dims:], gain, eps), "norm", casts)
 
@@ -268,8 +251,7 @@ def layer_norm(
     """Returns (x - mean) / sqrt(variance + eps) * gain + bias over the last dims, in the formats of `rms_norm`."""
     with torch._C.DisableTorchFunction():
         if _is_plain_norm(x, gain, casts):
-            y = normalize(x, gain, bias, eps, dims, casts.compute, True)
-            return mark_new(y) if torch.compiler.is_compiling() else y
+            return normalize(x, gain, bias, eps, dims, casts.compute, True)
         x, gain, bias = (
             island(x, "norm", casts),
             island_parameter(gain, "norm", casts),
@@ -282,7 +264,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, casts: Casts, softcap: float 
     """Returns the sum of -log softmax(logits)[target] over all targets: inside and out in the loss format."""
     losses.check_targets(targets, logits.shape[:-1])
     with torch._C.DisableTorchFunction():
-        if not losses.why_no_kernel(logits, logits.dtype, casts):
+        traced = torch.compiler.is_compiling()  # whose loss is fused in its graph
+        if not traced and not losses.why_no_kernel(logits, logits.dtype, casts):
             rows, terms = (logits.flatten(0, -2), targets.flatten()), losses.Terms(softcap=softcap)
             return losses.row_cross_entropy(*rows, terms, layer_grad_bits(logits)).sum()
         inside = island(logits, "loss", casts).flatten(0, -2)
@@ -329,26 +312,6 @@ def _linear_losses(
     if casts.wide is not None:
         return narrow_losses(x, values, owner, bias, targets, casts, history, terms, chunks, size)
     return losses.linear_losses(x, values, owner, bias, targets, casts, terms, chunks, size)
-
-
-def loss_of_layer(logits: Tensor, lean: bool) -> Callable[[Tensor, losses.Terms], Tensor] | None:
-    """Returns what computes the sum of the losses of traced logits, given targets, from the layer that made them.
-
-    None if the layer is not known, or has formats that its loss does not know.
-    """
-    traced = torch.compiler.is_compiling() and torch.is_grad_enabled()
-    origin = rows_of_layer(logits) if traced else None
-    if origin is None:
-        return None
-    casts: Casts = origin.casts if origin.loss_casts is None else origin.loss_casts
-    if not (casts.direct or casts.wide is not None):
-        return None
-    (values, owner, _, bias), chunks = origin.weight, losses.LEAN_CHUNKS if lean else 1
-
-    def total(targets: Tensor, terms: losses.Terms) -> Tensor:
-        return _linear_losses(origin.x, values, owner, bias, targets, casts, origin.history, terms, chunks)[0]
-
-    return total
 
 
 def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor, casts: Casts) -> Tensor:
@@ -433,8 +396,9 @@ class CastedLinear(Matmul, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Returns the layer's output."""
         casts = self.casts or casts_like(x)
-        history, watched, of_loss = self.halfstep.history, bool(self._forward_hooks), self.halfstep.loss_casts
-        return linear(x, self.weight, self.bias, casts, history=history, watched=watched, loss_casts=of_loss)
+        of_loss, lean = self.halfstep.loss_casts, self.halfstep.recomputed
+        history = self.halfstep.history
+        return linear(x, self.weight, self.bias, casts, history=history, loss_casts=of_loss, lean=lean)
 
 
 class Norm(Layer):

@@ -31,7 +31,6 @@ from halfstep.torch.loss.plain import LEAN_CHUNKS, Terms, why_no_kernel
 from halfstep.torch.numerics import attention
 from halfstep.torch.numerics.lowering import Casts, round_to_compute, to_compute, with_weight_grad_format
 from halfstep.torch.numerics.matmul import why_not_fused
-from halfstep.torch.numerics.provenance import note_gelu
 from halfstep.torch.numerics.recompute import drop_recomputable, recompute_in_backward
 from halfstep.torch.numerics.record import update_record
 
@@ -281,8 +280,6 @@ class MLP(Layer):
             activated = recompute_in_backward(self._activate, hidden, *gate)
         else:
             activated = self._activate(hidden, *gate)
-        if torch.compiler.is_compiling() and self.kind == "gelu" and self.casts is self.up.casts:
-            activated = note_gelu(activated, hidden, self.halfstep.recomputed)
         return self.down(activated)  # type: ignore[no-any-return]
 
     @property

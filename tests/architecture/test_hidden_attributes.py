@@ -18,14 +18,8 @@ ON_TENSORS = {
     "halfstep_name": "numerics/split/parameter.py",
     "halfstep_cast": "numerics/lowering.py",
     "halfstep_codes": "fp8/linear.py",
-    "halfstep_untouched": "numerics/provenance.py",
-    "halfstep_origin": "numerics/provenance.py",
-    "halfstep_relu_of": "numerics/provenance.py",
-    "halfstep_kept": "numerics/provenance.py",
-    "halfstep_narrow": "numerics/provenance.py",
     "halfstep_wide": "convert/functions/narrow_logits.py",
     "halfstep_viewed": "convert/functions/narrow_logits.py",
-    "halfstep_by_layer": "convert/functions/narrow_logits.py",
 }
 ELSEWHERE = {
     "halfstep_subclass": "a class that subclass.py made",

@@ -30,6 +30,7 @@ BACKEND_ROOMS = [
     {"jaxpr", "pytree"},  # what JAX gives us, by name
     {"numerics", "kernels", "fp8", "loss"},  # formats, casts and matmuls, and the kernels that compute them
     {"layers"},
+    {"fusion"},  # passes over the graph of compiled code, which know what layers put into it
     {"model"},
     {"measure"},
     {"convert"},  # modules and functions, and what a policy puts in their place
@@ -71,6 +72,7 @@ ABSENT_ROOMS = {
     "fp8": "torch, JAX: the hardware's own fp8 matmul, and amaxes of earlier updates; MLX emulates",
     "kernels": "torch alone: JAX compiles a whole step, and MLX has no such kernels yet",
     "loss": "torch alone: cross-entropy in one kernel over narrow logits; the others fuse it by themselves",
+    "fusion": "torch alone: XLA and MLX compile whole programs, and are given no passes",
     "jaxpr": "JAX alone: the others trace no programs of this kind",
     "pytree": "JAX alone: the others hold parameters in modules",
     "islands": "torch alone: there is a torch.nn whose names people expect",

@@ -35,6 +35,7 @@ from halfstep.core.errors import ArgumentError
 from halfstep.core.formats import FP32, Format
 from halfstep.core.policy import Policy
 from halfstep.core.roles import Param
+from halfstep.torch import fusion
 from halfstep.torch.convert import fp8_choice, hugging_face, plan
 from halfstep.torch.convert.hugging_face import Attention
 from halfstep.torch.convert.modules import Island, LayerNorm, Leaf, RMSNorm
@@ -49,14 +50,14 @@ from halfstep.torch.convert.plan import (
 from halfstep.torch.convert.resolve import ModelPolicy, check_policy, check_supported, devices, resolve, trainable
 from halfstep.torch.convert.subclass import put_in_front
 from halfstep.torch.fp8.delayed import Amaxes
-from halfstep.torch.layers import Layer, Norm
+from halfstep.torch.layers import CastedLinear, Layer, Norm
 from halfstep.torch.loss.plain import LEAN_CHUNKS
 from halfstep.torch.measure import LayerWork, time_layer_once
 from halfstep.torch.model import Decoder
 from halfstep.torch.numerics.cast import carried, split
 from halfstep.torch.numerics.compile_cache import allow_in_graph, keep_compiled
 from halfstep.torch.numerics.dtypes import FLOATS, dtype_of
-from halfstep.torch.numerics.matmul import gelu_in_graph, linear_in_graph
+from halfstep.torch.numerics.matmul import linear_in_graph
 from halfstep.torch.numerics.recompute import recompute_in_backward
 from halfstep.torch.numerics.record import update_record
 from halfstep.torch.numerics.split.holder import Holder
@@ -137,6 +138,9 @@ def save_memory(model: nn.Module, originals: Originals) -> tuple[str, ...]:
     for name, module in model.named_modules():
         if isinstance(module, Norm | LayerNorm | RMSNorm):
             update_record(module, recomputed=True)
+        elif isinstance(module, CastedLinear):
+            update_record(module, recomputed=True)
+            continue
         elif _is_norm(module) or type(module).__module__ == _LIBRARY:
             originals.append((module, type(module), {}))
             module.__class__ = cast(Any, put_in_front)(Recomputed, type(module))
@@ -185,7 +189,8 @@ class Applied:
 def allow_layers_in_graph() -> None:
     """Spares dynamo the code of linear layers, if it is loaded: it is once there are optimizers."""
     if "torch._dynamo" in sys.modules:  # to import it takes seconds
-        allow_in_graph(linear_in_graph, gelu_in_graph)
+        allow_in_graph(linear_in_graph)
+        fusion.install()
 
 
 def apply(model: nn.Module, policy: Policy, names: Sequence[str] | None = None, **options: Any) -> Applied:

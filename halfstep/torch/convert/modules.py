@@ -50,8 +50,7 @@ class TransposedLinear(Matmul):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the layer's output."""
-        weight, history, watched = self.weight, self.halfstep.history, bool(self._forward_hooks)
-        return linear(x, weight, self.bias, self.casts, transposed=True, history=history, watched=watched)
+        return linear(x, self.weight, self.bias, self.casts, transposed=True, history=self.halfstep.history)
 
     def matrix_sizes(self) -> list[tuple[int, int]]:
         """Returns (inputs, outputs) of the matrix."""

@@ -55,7 +55,7 @@ from halfstep.torch.numerics.matmul import (
     refuse_transforms,
     rows_of,
 )
-from halfstep.torch.numerics.provenance import compiling, grad_bits, traced
+from halfstep.torch.numerics.provenance import compiling, traced
 
 MULTIPLE = 16  # of elements: what the sizes of a native fp8 matmul must be
 CODES = 2**28  # the most codes of a gradient that exist at a time, in each layout
@@ -74,15 +74,24 @@ class Lowered(NamedTuple):
 
 
 def narrow_linear(
-    x: Tensor, values: Tensor, owner: Tensor, bias: Tensor | None, casts: Casts, history: History | None
+    x: Tensor,
+    values: Tensor,
+    owner: Tensor,
+    bias: Tensor | None,
+    casts: Casts,
+    history: History | None,
+    chunks: int = 1,
 ) -> Tensor:
-    """x W^T + b of an x in compute, some operands narrow; delayed ones follow their own amax without a history."""
+    """x W^T + b of an x in compute, some operands narrow; delayed ones follow their own amax without a history.
+
+    `chunks` are those of its loss, if compiled code fuses them.
+    """
     if x.numel() == 0:  # no kernel takes a batch without tokens, which an expert of a mixture may get
         added = None if bias is None else bias.detach()
         return apply_linear(x, values, owner, added, bias, casts.wide)
     refuse_transforms(*NARROW_ONCE)
     past = amaxes_of(history, casts, trained=x.requires_grad or owner.requires_grad)
-    return narrow_in_graph(casts.words, x, values, owner, bias, *past, compiling())
+    return narrow_in_graph(casts.words, chunks, x, values, owner, bias, *past, compiling())
 
 
 def amaxes_of(history: History | None, casts: Casts, *, trained: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -96,7 +105,7 @@ CASTS_BY_NAME: dict[str, Casts] = {}
 """By the precision in words, which is all that graphs and custom operations know of it (`layers.casts_of`)."""
 
 
-def narrow_in_graph(words: str, *given: Any) -> Tensor:
+def narrow_in_graph(words: str, chunks: int, *given: Any) -> Tensor:
     """The three matmuls as one function for dynamo's graph: to interpret it in every layer takes long."""
     return Narrow.apply(*given, CASTS_BY_NAME[words])  # type: ignore[no-any-return]
 
@@ -106,9 +115,10 @@ _VIEWS = {f"{name}Backward{overload}" for name in _MOVES.split() for overload in
 
 
 def layer_grad_bits(logits: Tensor) -> int:
-    """Returns how many bits of mantissa the layer that made logits keeps of their gradient; 0 for all."""
-    if torch.compiler.is_compiling():
-        return grad_bits(logits)
+    """Returns how many bits of mantissa the layer that made logits keeps of their gradient; 0 for all.
+
+    In eager mode: compiled code sees it in the graph (fusion/loss.py).
+    """
     node: Any = logits.grad_fn
     while node is not None and node.name() in _VIEWS:
         node = node.next_functions[0][0]

@@ -36,6 +36,7 @@ from halfstep.torch.fp8.linear import (
     gradients,
     has_one_scale,
     lower,
+    narrow_in_graph,
     narrow_linear,
     output,
     pad_rows,
@@ -72,9 +73,30 @@ def narrow_losses(
     if not (torch.is_grad_enabled() and any(needs)):
         logits = rows_of(narrow_linear(x, values, owner, bias, casts, history))
         return row_losses(logits, targets, logits.shape[1], *terms)[0].sum(), None
+    return _losses(
+        x, values, owner, bias, targets, casts, amaxes_of(history, casts, trained=True), terms, chunks, size
+    )
+
+
+def losses_of_narrow_layer(
+    x: Tensor, values: Tensor, owner: Tensor, bias: Tensor | None, targets: Tensor, casts: Casts,
+    past: tuple[Tensor | None, Tensor | None], terms: Terms, chunks: int,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The same in the graph of compiled code, where amaxes of earlier updates are known."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, owner, bias)):
+        return _losses(x, values, owner, bias, targets, casts, past, terms, chunks, 0)
+    logits = rows_of(narrow_in_graph(casts.words, chunks, x, values, owner, bias, *past, compiling()))
+    return row_losses(logits, targets, logits.shape[1], *terms)[0].sum(), None
+
+
+def _losses(
+    x: Tensor, values: Tensor, owner: Tensor, bias: Tensor | None, targets: Tensor, casts: Casts,
+    past: tuple[Tensor | None, Tensor | None], terms: Terms, chunks: int, size: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    needs = (x.requires_grad, owner.requires_grad, bias is not None and bias.requires_grad)
     if not why_not_coded(casts, terms, bias=bias is not None):
         return coded_losses(x, values, owner, targets, casts, terms, chunks, size)
-    given = (x, values, owner, bias, *amaxes_of(history, casts, trained=True), compiling())
+    given = (x, values, owner, bias, *past, compiling())
     return loss_in_graph(casts.words, *given, targets, tuple(terms), 1 if casts.delayed else chunks, needs, size)
 
 

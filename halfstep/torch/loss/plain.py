@@ -16,8 +16,7 @@ Each is summed in fp32 and multiplied there, before it is rounded. So g holds di
 neither 1 / tokens nor a loss scale. In fp16 it is multiplied by 2^14, which keeps shares from 2^-28 on normal, and
 s is divided by it.
 
-**A layer of a third-party model**, compiled: logits know the layer that made them (provenance.py). If the model
-returns its loss and not the logits, the loss is that of the layer; else that of rows.
+**A layer of a third-party model**, compiled: the graph shows the layer that made the logits (fusion/loss.py).
 
 **Chunks.** With n > 1, tokens are taken in n parts of one size, and the logits of one part exist at a time. What
 is kept for the backward pass is the gradients, in fp32. Each chunk more saves memory of logits, and costs a pass
@@ -344,19 +343,20 @@ class LinearCrossEntropy(torch.autograd.Function):
         chunks: int,
         needs: tuple[bool, bool, bool],
         size: int,
+        width: int,
         casts: Casts,
     ) -> tuple[Tensor, Tensor]:
         """Returns the sum, and a part of the logits' gradient of `size` elements."""
         rows, w, b = operands(x, values, bias, casts)
-        ctx.shape, ctx.width, ctx.casts, ctx.needs, ctx.chunks = x.shape, values.shape[0], casts, needs, chunks
+        ctx.shape, ctx.rows, ctx.casts, ctx.needs, ctx.chunks = x.shape, values.shape[0], casts, needs, chunks
         scale = SCALES.get(w.dtype, 1.0)
         if chunks > 1:
-            given = (chunks, list(needs), ctx.width, *terms, scale, size)
+            given = (chunks, list(needs), width, *terms, scale, size)
             total, *kept, sample = linear_gradients(rows, w, b, targets, *given)
         else:
             kept = [rows, w, logits := _logits(rows, w, b)]
-            total = row_losses_(logits, targets, ctx.width, *terms, scale).sum()
-            sample = sample_gradient(logits[:, : ctx.width], size, scale)
+            total = row_losses_(logits, targets, width, *terms, scale).sum()
+            sample = sample_gradient(logits[:, :width], size, scale)
         ctx.mark_non_differentiable(sample)
         ctx.save_for_backward(*kept)
         return total, sample
@@ -364,7 +364,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @first_derivative_only(*ONCE)
     def backward(ctx: Any, g: Tensor, _: Any = None) -> tuple[Tensor | None, ...]:
-        casts, needs, width = ctx.casts, ctx.needs, ctx.width
+        casts, needs = ctx.casts, ctx.needs
         factor = g / SCALES.get(casts.compute, 1.0)
         if ctx.chunks > 1:
             grads = ctx.saved_tensors
@@ -377,8 +377,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             )
         dx, dw, db = scale_gradients(grads, needs, factor, casts)
         dx = None if dx is None else dx.view(ctx.shape)
-        dw, db = (None if grad is None else grad[:width] for grad in (dw, db))
-        return dx, None, dw, None, db, None, None, None, None, None, None
+        dw, db = (None if grad is None else grad[: ctx.rows] for grad in (dw, db))
+        return dx, None, dw, None, db, *[None] * 7
 
 
 def scale_gradients(grads: Sequence[Any], needs: Sequence[bool], factor: Tensor, casts: Casts) -> list[Any]:
@@ -442,13 +442,11 @@ def row_cross_entropy(logits: Tensor, targets: Tensor, terms: Terms, kept: int =
 
 def torch_loss(
     input: Tensor, target: Tensor, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
-    reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0, *,
-    of_layer: Callable[[Tensor, Terms], Tensor] | None = None, kept: int = 0,
+    reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0, *, kept: int = 0,
 ) -> Tensor | None:  # fmt: skip
     """Returns what `F.cross_entropy` of these arguments is, by the kernel; None if it is not for them.
 
-    `of_layer` returns the sum of the losses, for given targets, of the layer that made the logits, if it is known;
-    `kept` are the bits of mantissa that this layer keeps of their gradient, if it is narrow.
+    `kept` are the bits of mantissa that the layer which made the logits keeps of their gradient, if it is narrow.
     """
     others = weight is not None or size_average is not None or reduce is not None
     if (
@@ -464,25 +462,29 @@ def torch_loss(
     terms = Terms(ignore_index, label_smoothing)
     if reduction == "none":
         return row_cross_entropy(input, target, terms, kept)
-    total = row_cross_entropy(input, target, terms, kept).sum() if of_layer is None else of_layer(target, terms)
+    total = row_cross_entropy(input, target, terms, kept).sum()
     return total if reduction == "sum" else mean_loss(total, target, ignore_index)
 
 
 def linear_losses(
     x: Tensor, values: Tensor, owner: Tensor, bias: Tensor | None, targets: Tensor, casts: Casts, terms: Terms,
-    chunks: int = 1, size: int = 0,
+    chunks: int = 1, size: int = 0, width: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Returns the sum of the losses of x W^T + b, of an x in compute; `targets` are of one dimension.
+
+    With a `width`, of the first columns alone: the others pad a vocabulary.
 
     Beside it, `size` elements of the logits' gradient for a loss whose own is 1, in fp32; None without gradients.
     """
     given = None if bias is None else bias.detach()
     needs = (x.requires_grad, owner.requires_grad, bias is not None and bias.requires_grad)
     if torch.is_grad_enabled() and any(needs):
-        return LinearCrossEntropy.apply(x, values, owner, given, bias, targets, terms, chunks, needs, size, casts)  # type: ignore[no-any-return]
+        settings = (terms, chunks, needs, size, width or values.shape[0], casts)
+        return LinearCrossEntropy.apply(x, values, owner, given, bias, targets, *settings)  # type: ignore[no-any-return]
     rows, w, b = operands(x, values, given, casts)
     pairs = zip(split_chunks(rows, chunks), split_chunks(targets, chunks), strict=True)
-    sums = [row_losses(_logits(some, w, b), wanted, values.shape[0], *terms)[0].sum() for some, wanted in pairs]
+    width = width or values.shape[0]
+    sums = [row_losses(_logits(some, w, b), wanted, width, *terms)[0].sum() for some, wanted in pairs]
     return torch.stack(sums).sum(), None
 
 

@@ -31,6 +31,8 @@ from halfstep.torch.numerics.lowering import Casts
 from halfstep.torch.numerics.provenance import recording, transforming
 from halfstep.torch.numerics.split.operand import route_gradient
 
+# Of a layer's loss: its precision in words if it is narrow, its chunks, amaxes and probe if it is delayed.
+OF_LOSS: tuple[Any, ...] = ("", 1, None, None)
 Backward = Callable[..., tuple[Tensor | None, ...]]
 LARGE = 4096  # outputs, such as a vocabulary's, from which on a slow kernel counts
 
@@ -160,10 +162,10 @@ def _recorded_linear(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-def apply_linear(*args: Any) -> Tensor:
+def apply_linear(*args: Any, of_loss: tuple[Any, ...] = OF_LOSS) -> Tensor:
     """Returns the product; the last argument, a `Casts`, says by which of the two."""
     *given, casts = args
-    return linear_in_graph(*given, casts.compute) if casts.direct else RoundedLinear.apply(*args)
+    return linear_in_graph(*given, casts.compute, *of_loss) if casts.direct else RoundedLinear.apply(*args)
 
 
 DIRECT: dict[torch.dtype, Casts] = {}
@@ -171,14 +173,11 @@ DIRECT: dict[torch.dtype, Casts] = {}
 
 
 def linear_in_graph(*given: Any) -> Tensor:
-    """`Linear` as one function for dynamo's graph: to interpret it in every layer takes long."""
-    *operands, compute = given
-    return Linear.apply(*operands, DIRECT[compute])  # type: ignore[no-any-return]
+    """`Linear` as one function for dynamo's graph: to interpret it in every layer takes long.
 
-
-def gelu_in_graph(*given: Any) -> Tensor:
-    """`LinearGeluLinear`, in the same way."""
-    return LinearGeluLinear.apply(*given)  # type: ignore[no-any-return]
+    What comes after its operands and their format is for its loss, if they are fused (`OF_LOSS`).
+    """
+    return Linear.apply(*given[:5], DIRECT[given[5]])  # type: ignore[no-any-return]
 
 
 # In eager mode: what Function.apply adds is for torch.func, whose calls do not come here. The node calls

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.torch.numerics.provenance import mark_new, recording, transforming
+from halfstep.torch.numerics.provenance import recording, transforming
 
 
 def recompute_in_backward(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
@@ -34,7 +34,7 @@ def recompute_in_backward(function: Callable[..., Tensor], *inputs: Any) -> Tens
     if not torch.is_grad_enabled() or transforming():
         return function(*inputs)
     if torch.compiler.is_compiling():
-        return mark_new(checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False))
+        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
     RecomputeInBackward.used = True
     with drop_recomputable(*inputs):
         return RecomputeInBackward.apply(function, *inputs)  # type: ignore[no-any-return]

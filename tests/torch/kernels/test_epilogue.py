@@ -16,6 +16,7 @@ from halfstep.torch.kernels import epilogue
 from halfstep.torch.model import Decoder
 from halfstep.torch.numerics.matmul import LinearGeluLinear
 from halfstep.torch.run import prepare
+from tests.torch.graphs import fused
 
 SIZES = [(1, 8, 8, 8), (37, 24, 40, 16), (5, 3, 7, 2)]
 EPS = torch.finfo(torch.float32).eps
@@ -144,7 +145,7 @@ def compiled(model):
         graphs.append(graph)
         return make_boxed_func(graph.forward)
 
-    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    backend = fused(aot_autograd(fw_compiler=keep, bw_compiler=keep))
     found = results(model, torch.compile(model, fullgraph=True, backend=backend))
     returned = list(next(iter(graphs[0].graph.find_nodes(op="output"))).args[0])
     targets = [[str(node.target) for node in graph.graph.nodes] for graph in graphs]
@@ -212,9 +213,11 @@ def test_what_happens_in_between_keeps_the_layers_apart(everywhere, settings):
 def test_hooks_see_what_is_between_the_layers(everywhere):
     model = theirs(False)
     for layer in (model.up, model.down):
-        handle = layer.register_forward_hook(lambda *_: None)
+        seen = []
+        handle = layer.register_forward_hook(lambda _, inputs, y: seen.extend([*inputs, y]))  # noqa: B023
         torch.compiler.reset()
         assert not any("halfstep.linear_gelu" in target for target in compiled(model)[0])
+        assert len(seen) == 2
         handle.remove()
 
 

@@ -10,7 +10,7 @@ from torch._functorch._aot_autograd import autograd_cache
 
 from halfstep.core.formats import E4M3
 from halfstep.torch.convert import apply
-from halfstep.torch.loss import plain as losses
+from halfstep.torch.fusion import loss as fusion
 from halfstep.torch.numerics import compile_cache
 from halfstep.torch.numerics.dtypes import supported
 from halfstep.torch.run import prepare
@@ -75,7 +75,7 @@ def test_every_prepared_model_has_a_key_of_its_own(key_of):
 @pytest.mark.prove
 def test_the_kernel_of_the_loss_does_not_prevent_it(key_of, monkeypatch):
     without = key_of("bf16-mixed")
-    monkeypatch.setattr(losses, "why_no_kernel", lambda *given: "")
+    monkeypatch.setattr(fusion, "why_no_kernel", lambda *given: "")
     assert key_of("bf16-mixed") != without
 
 
@@ -97,4 +97,4 @@ def test_a_model_that_gets_its_optimizers_later_is_traced_as_any_other(monkeypat
     run = prepare(net := Net(), None, "bf16-mixed")
     put.clear()
     run.attach(torch.optim.AdamW(net.parameters()))
-    assert put == ["linear_in_graph", "gelu_in_graph"]
+    assert put == ["linear_in_graph"]

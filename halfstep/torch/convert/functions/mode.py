@@ -29,41 +29,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from halfstep.core.formats import FP32
-from halfstep.core.torch_functions import named
 from halfstep.torch.convert.functions.entry import Scope, Skip, is_weight, map_tensors
-from halfstep.torch.convert.functions.narrow_logits import (
-    LOOKS,
-    MORE_VIEWS,
-    choose_losses,
-    hand_on_logits,
-    to_fp32,
-    with_narrow_logits,
-)
-from halfstep.torch.convert.functions.narrow_logits import VIEWS as WIDENED_VIEWS
+from halfstep.torch.convert.functions.narrow_logits import to_fp32
 from halfstep.torch.convert.functions.table import TABLE, VIEWS
-from halfstep.torch.kernels.activations import gelu, squared_relu
 from halfstep.torch.numerics.lowering import Casts
-from halfstep.torch.numerics.provenance import (
-    has_provenance,
-    is_marked,
-    mark_new,
-    mark_read,
-    mark_view,
-    note_gelu,
-    note_relu,
-    relu_of,
-)
 from halfstep.torch.numerics.recompute import recompute_in_backward
 from halfstep.torch.numerics.split.parameter import HalfOfSplitMaster
 
 SPLIT, UNFLATTEN, FROM_NUMBER = Tensor.split, Tensor.unflatten, Tensor.__rsub__
 SUBTRACTION = TABLE[FROM_NUMBER]
-# Norms and sums, which return new memory.
-NEW = frozenset(named("layer_norm rms_norm add mul __add__ __radd__ __mul__ __rmul__", F, torch, Tensor))
-RELUS = frozenset(named("relu", F, torch, Tensor))
-SQUARES, POWERS = (frozenset(named(name, torch, Tensor)) for name in ("square", "pow"))
-FOLLOWED = RELUS | SQUARES | POWERS | {F.cross_entropy, F.gelu}
-VIEWS_OF_ONE = WIDENED_VIEWS | MORE_VIEWS
 PLAIN = frozenset((Tensor, nn.Parameter, nn.Buffer, HalfOfSplitMaster))
 # Classes of arguments that are no split parameter.
 NEVER_SPLIT = frozenset((Tensor, int, float, bool, str, slice, tuple, list, torch.Size, torch.dtype, type(None)))
@@ -104,8 +78,6 @@ def _is_activation(given: Any) -> bool:
 class PolicyMode(TorchFunctionMode):
     """The mode of one scope."""
 
-    traced: "TracedMode | None" = None  # what takes its place in code that is traced
-
     def __init__(self, scope: Scope):
         super().__init__()
         self.scope, self.has_split, self.lean = scope, scope.has_split, scope.lean
@@ -141,50 +113,6 @@ class PolicyMode(TorchFunctionMode):
             return func(*args, **kwargs) if why else entry.run(self.scope, func, args, kwargs)
 
 
-class TracedMode(PolicyMode):
-    """The same in code that is traced.
-
-    It follows logits that the model widens to their loss (narrow_logits.py), a GELU of a linear layer to the next
-    layer, and a relu to its square (provenance.py).
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        x = args[0] if args else None
-        noted = isinstance(x, Tensor) and has_provenance(x)
-        if func in VIEWS_OF_ONE and type(x) is Tensor and not noted and not WATCHERS:
-            return func(*args, **(kwargs or {}))  # as most calls are, and dynamo takes long for each line
-        kwargs = kwargs or {}
-        if func is POWER or func in FOLLOWED:
-            args = with_narrow_logits(args) if func is F.cross_entropy else args
-            if func is F.gelu and args and kwargs.get("approximate") == "tanh":
-                with torch._C.DisableTorchFunction():  # a mode around this one would see its operations
-                    return note_gelu(
-                        recompute_in_backward(gelu, args[0]) if self.lean else gelu(args[0]), args[0], self.lean
-                    )
-            if func in RELUS and len(args) == 1 and not kwargs.get("inplace") and is_marked(args[0]):
-                with torch._C.DisableTorchFunction():
-                    return note_relu(F.relu(args[0]), args[0])
-            if _squares(func, args, kwargs) and (root := relu_of(args[0])) is not None:
-                with torch._C.DisableTorchFunction():
-                    return mark_new(squared_relu(root))
-        y = super().__torch_function__(func, types, args, kwargs)
-        if func in NEW:
-            mark_new(y)
-        if func in VIEWS_OF_ONE and args:
-            mark_view(y, args[0])
-        elif func not in LOOKS:
-            mark_read((*args, *kwargs.values()))
-        return hand_on_logits(func, args, kwargs, y) if noted else y
-
-
-def _squares(func: Any, args: Any, kwargs: Any) -> bool:
-    if func in SQUARES:
-        return len(args) == 1 and not kwargs
-    if func is not POWER and func not in POWERS:
-        return False
-    return len(args) == 2 and not kwargs and type(args[1]) in (int, float) and args[1] == 2
-
-
 # Called with (scope, function, args, kwargs, entry, skip reason) for each function, while a pass is recorded.
 WATCHERS: list[Callable[..., None]] = []
 
@@ -192,9 +120,7 @@ WATCHERS: list[Callable[..., None]] = []
 @cache
 def mode_of(casts: Casts, leaf: bool, has_split: bool, lean: bool, /) -> PolicyMode:
     """Returns the mode of a precision, one object for each scope: entered again inside itself, it does nothing."""
-    mode = PolicyMode(Scope(casts.wide or casts, leaf, has_split, lean))
-    mode.traced = TracedMode(mode.scope)
-    return mode
+    return PolicyMode(Scope(casts.wide or casts, leaf, has_split, lean))
 
 
 def current_mode() -> PolicyMode | None:
@@ -213,12 +139,9 @@ def run_in_mode(mode: PolicyMode | None, forward: Callable[..., Any], args: Any,
         args, kwargs = map_tensors(to_fp32, (args, kwargs))  # which would look narrow
         with torch._C.DisableTorchFunction():
             return forward(*args, **kwargs)
-    if torch.compiler.is_compiling():
-        mode = mode.traced or mode
     depth = torch._C._len_torch_function_stack()
     top = torch._C._get_function_stack_at(depth - 1) if depth else None
     if top is mode or (mode.inert and not isinstance(top, PolicyMode)):
         return forward(*args, **kwargs)
     with mode:
-        y = forward(*args, **kwargs)
-    return choose_losses(y) if isinstance(mode, TracedMode) and not isinstance(top, TracedMode) else y
+        return forward(*args, **kwargs)

@@ -10,14 +10,8 @@ it is widened, and what comes out is an ordinary fp32 tensor. Views of it are `W
 Writing to it in place makes it hold an fp32 copy, as `.float()` would have made, and the logits stay as they are.
 Once there are views of it, writing is refused: the others would not see it.
 
-**In code that is traced** it is an ordinary fp32 tensor, since dynamo cannot trace all methods of subclasses. The
-narrow numbers are an attribute of it, which the function mode passes from view to view (`hand_on_logits`) and
-reads at the loss (`with_narrow_logits`). If nothing else reads the fp32 numbers, the compiler drops them. Writing
-to one of the views makes all of them forget. A mode does not see `.T`, `.mT` and `.data`: do not write to logits
-through those.
-
-Logits also know the layer that made them (provenance.py). Their loss is traced twice, of rows and by the layer
-(`with_layer_loss`), and what the model returns says which of the two is taken (`choose_losses`).
+In compiled code it is an ordinary fp32 tensor: a pass over the graph makes the loss read the narrow numbers, or
+computes it with the layer that made them (fusion/loss.py).
 
 **What a model returns beside its loss** (`Output`). A model that computes its own loss returns logits too, which
 hardly anyone reads. They stay in the compute format, and say so (`logits.dtype`). Computing with them, in a loss,
@@ -34,15 +28,13 @@ from torch import Tensor
 
 from halfstep.core.errors import UnsupportedTransformError
 from halfstep.core.torch_functions import named
-from halfstep.torch.convert.functions.entry import map_tensors, tensors_of
+from halfstep.torch.convert.functions.entry import map_tensors
 from halfstep.torch.fp8.linear import layer_grad_bits
 from halfstep.torch.loss.plain import torch_loss, why_no_kernel
 from halfstep.torch.numerics.dtypes import NARROW
-from halfstep.torch.numerics.provenance import NARROW_LOGITS, copy_grad_bits, is_marked, note_rows, rows_of_layer
 
 LARGE = 4096  # columns, as of a vocabulary: below, a copy costs little
 _WIDE, _VIEWED = "halfstep_wide", "halfstep_viewed"
-_BY_LAYER = "halfstep_by_layer"
 
 
 def _named(names: str) -> list[Any]:
@@ -112,9 +104,7 @@ class Widened(Tensor):
 
 def widen(logits: Tensor) -> Tensor:
     """Returns logits.float(), without a copy until one is needed."""
-    if torch.compiler.is_compiling():
-        return _tag(logits.float(), logits, [True])
-    return logits.as_subclass(Widened)
+    return logits.float() if torch.compiler.is_compiling() else logits.as_subclass(Widened)
 
 
 def is_for_loss(x: Tensor) -> bool:
@@ -124,86 +114,10 @@ def is_for_loss(x: Tensor) -> bool:
 
 def to_fp32(x: Tensor) -> Tensor:
     """Returns an fp32 tensor of a `Widened`, any other as it is."""
-    if torch.compiler.is_compiling() and hasattr(x, NARROW_LOGITS):
-        return x.view_as(x)  # without its attributes
     if not isinstance(x, Widened):
         return x
     with torch._C.DisableTorchFunction():
         return _wide(x)  # type: ignore[no-any-return]
-
-
-# --- in code that is traced
-
-
-def with_narrow_logits(args: Any) -> Any:
-    """Returns the arguments of a loss with the narrow logits instead of the widened ones."""
-    x = args[0] if args else None
-    narrow, intact = getattr(x, NARROW_LOGITS) if _is_tagged(x) else (x, False)
-    return (narrow, *args[1:]) if intact else args
-
-
-def hand_on_logits(func: Any, args: Any, kwargs: Any, y: Any) -> Any:
-    """Returns what a function of a noted tensor returned, with narrow numbers of its own if it is a view.
-
-    Of a linear layer's result it returns a view with the same rows as one that knows the layer (provenance.py).
-    """
-    x = args[0]
-    _follow_rows(func, x, y)
-    if not _is_tagged(x):
-        return y
-    narrow, intact = getattr(x, NARROW_LOGITS)
-    if func is _UNFLATTEN or func in _ENDS:
-        intact.clear()  # a list that all views share
-    elif func is Tensor.float or (func is Tensor.to and _changes_nothing(x, args, kwargs)):
-        return _tag(y, narrow, intact)
-    elif func in VIEWS or func in MORE_VIEWS:
-        view = func(narrow, *args[1:], **kwargs)
-        _follow_rows(func, narrow, view)
-        return _tag(y, view, intact)
-    return y
-
-
-def with_layer_loss(loss: Any, by_layer: Any) -> Any:
-    """Attaches to a loss the same loss computed by the layer that made the logits; `choose_losses` takes one."""
-    setattr(loss, _BY_LAYER, by_layer)
-    return loss
-
-
-def choose_losses(y: Any) -> Any:
-    """Returns what a traced model or block returns, with the loss by the layer, unless it returns its logits too.
-
-    Those would be computed, and their gradient, beside the layer's. The compiler drops the other loss. No mark
-    leaves: the next block would be compiled for an input that has one, the first for one that has none.
-    """
-    has_logits = any(t.dim() and t.requires_grad for t in tensors_of(y))
-
-    def settle(t: Tensor) -> Tensor:
-        if hasattr(t, _BY_LAYER) and not has_logits:
-            return getattr(t, _BY_LAYER)  # type: ignore[no-any-return]
-        return t.view_as(t) if hasattr(t, _BY_LAYER) or is_marked(t) else t  # a view has no attributes
-
-    return map_tensors(settle, y)
-
-
-def _follow_rows(func: Any, x: Tensor, y: Any) -> None:
-    if func in VIEWS or func in MORE_VIEWS:
-        copy_grad_bits(y, x)
-    origin = rows_of_layer(x)
-    if origin is None:
-        return
-    if func is _UNFLATTEN or func in _ENDS:
-        origin.unwritten.clear()
-    elif func in SAME_ROWS and y.shape[-1:] == x.shape[-1:]:
-        note_rows(y, origin)
-
-
-def _is_tagged(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype is torch.float32 and hasattr(x, NARROW_LOGITS)
-
-
-def _tag(y: Any, narrow: Tensor, intact: list[bool]) -> Tensor:
-    setattr(y, NARROW_LOGITS, (narrow, intact))
-    return y
 
 
 # --- in eager code

@@ -252,7 +252,7 @@ def _linear(scope: Scope, func: Any, args: Any, kwargs: Any) -> Tensor:
     x, weight, bias = given["input"], given["weight"], given.get("bias")
     if weight.dim() == 1:
         return _result(scope, linear(x, weight.unsqueeze(0), bias, scope.casts).squeeze(-1))
-    return _result(scope, linear(x, weight, bias, scope.casts))
+    return _result(scope, linear(x, weight, bias, scope.casts, lean=scope.lean))
 
 
 def _matmul(scope: Scope, func: Any, args: Any, kwargs: Any) -> Tensor:

@@ -34,10 +34,10 @@ from halfstep.torch.convert.functions.entry import (
     map_tensors,
     tensors_of,
 )
-from halfstep.torch.convert.functions.narrow_logits import is_for_loss, widen, with_layer_loss
+from halfstep.torch.convert.functions.narrow_logits import is_for_loss, widen
 from halfstep.torch.convert.functions.products import ADDED, EINSUM, GROUPED, KERNEL, LINEAR, MATMUL, WIDENED
 from halfstep.torch.fp8.linear import layer_grad_bits
-from halfstep.torch.layers import embedding, loss_of_layer
+from halfstep.torch.layers import embedding
 from halfstep.torch.loss.plain import torch_loss
 from halfstep.torch.numerics.attention import cast_mask, weighted_attention
 from halfstep.torch.numerics.dtypes import FLOATS, NARROW
@@ -61,13 +61,11 @@ def _island(role: str) -> Entry:
             new = to_compute(given, casts)
             args = [new if a is given else a for a in args]
             kwargs = {key: new if value is given else value for key, value in kwargs.items()}
-        if func is F.cross_entropy and not casts.emulate and casts.loss is torch.float32:
+        kernel = func is F.cross_entropy and not casts.emulate and casts.loss is torch.float32
+        if kernel and not torch.compiler.is_compiling():  # compiled code fuses it in its graph
             loss = torch_loss(*args, **kwargs, kept=layer_grad_bits(given))
-            of_layer = loss_of_layer(given, scope.lean)
             if loss is not None:
-                if of_layer is None or loss.dim():  # or of each row
-                    return loss
-                return with_layer_loss(loss, torch_loss(*args, **kwargs, of_layer=of_layer))
+                return loss
         args, kwargs = map_tensors(lambda t: island(t, role, casts).float(), (args, kwargs))
         y = func(*args, **kwargs)
         if role == "loss":

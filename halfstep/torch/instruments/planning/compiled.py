@@ -33,6 +33,7 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
+from halfstep.torch.fusion import fuse_all
 from halfstep.torch.instruments.planning.tracker import Tracker, Work, memory_inside, round_up, works_of
 
 # inductor's realize_reads_threshold, realize_acc_reads_threshold and realize_opcount_threshold
@@ -86,6 +87,7 @@ def backend(tracker: Tracker) -> Callable[..., Any]:
         return partial(_play, Kernels(graph), tracker)
 
     def compile(graph: fx.GraphModule, inputs: Any) -> Any:
+        fuse_all(graph)
         with torch._functorch.config.patch(donated_buffer=False):
             made = aot_autograd(
                 fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler, partition_fn=partition,

@@ -1,0 +1,80 @@
+"""Fusions: passes over the graph that dynamo hands to its backend, where all of a model's code is in plain sight.
+
+In eager mode each operation runs before it is known what follows. In compiled code the whole graph is there, so
+however a model is written, its layers, casts, views and losses are nodes with arguments and users:
+
+    loss.py    linear -> views, float, softcap -> cross_entropy    the layer's loss, whose logits are not kept
+               bf16 -> views, float, softcap -> cross_entropy      the loss of narrow logits, not widened
+    mlp.py     linear -> tanh GELU -> linear                       matmuls that compute the GELU
+               tanh GELU, relu^2                                   functions that take less time or memory
+
+Each says why where it does not apply. The graph is not functional: views share memory, and operations may write in
+place. So what a fusion moves or leaves out must have no other user, and what it reads later must not be written to
+in between (graph.py). What an elementwise function is, is found by evaluating it (pointwise.py).
+
+**Where it runs**: in inductor, before autograd (`config.pre_grad_custom_pass`), once per graph and subgraph, after
+passes that the user has set. Other backends compute the same without it.
+"""
+
+import importlib
+from collections import Counter
+from typing import Any
+
+from torch import fx
+
+from halfstep.torch.fusion import loss, mlp
+from halfstep.torch.numerics.compile_cache import allow_in_graph
+
+REPLACEMENTS = (loss.layer_loss, loss.row_loss, mlp.mlp_in_graph, mlp.gelu_in_graph, mlp.squared_relu_in_graph)
+
+FUSED: Counter[str] = Counter()
+"""How often each fusion was made in this process."""
+APART: Counter[tuple[str, str]] = Counter()
+"""How often one was not, with the reason."""
+
+
+def fuse(graph: fx.Graph) -> None:
+    """Replaces what can be fused in a graph of dynamo, and notes what was found."""
+    for make in (mlp.fuse_layers, loss.fuse_losses, mlp.replace_functions):
+        for name, why in make(graph):
+            if why:
+                APART[name, why] += 1
+            else:
+                FUSED[name] += 1
+
+
+def fuse_all(module: fx.GraphModule) -> None:
+    """Does the same in a module that dynamo made, and in the graphs that it calls, as inductor does."""
+    for part in [*module.modules()][::-1]:
+        if isinstance(part, fx.GraphModule):
+            fuse(part.graph)
+            part.recompile()
+
+
+class Chain:
+    """A pass of the user's, and ours after it. A class, because torch pickles it into the key of its cache."""
+
+    def __init__(self, first: Any):
+        self.first = first
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Runs both."""
+        self.first(graph)
+        fuse(graph)
+
+
+def install() -> None:
+    """Makes inductor run the fusions from now on, in this process."""
+    config = importlib.import_module("torch._inductor.config")  # dynamo's import takes seconds
+    there = config.pre_grad_custom_pass
+    if there is fuse or isinstance(there, Chain) or (isinstance(there, list | tuple) and fuse in there):
+        return
+    allow_in_graph(*REPLACEMENTS)
+    if isinstance(there, list | tuple):
+        config.pre_grad_custom_pass = [*there, fuse]
+    else:
+        config.pre_grad_custom_pass = fuse if there is None else Chain(there)
+    if hasattr(config, "pre_grad_pass_timing"):
+        config.pre_grad_pass_timing = (
+            "early"  # also where torch finds the code in its cache, so that it is counted
+        )
