@@ -14,6 +14,7 @@ GPU only, unmeasured.
 once per update, between the two parts; everything after that is the same in all of them.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -54,7 +55,7 @@ class StepResult:
     """What one update did, as unread arrays: reading one waits for the device."""
 
     loss: mx.array  # mean over the tokens of all micro-batches
-    skipped: mx.array  # bool: the gradients were not finite
+    skipped: mx.array  # bool: a gradient or a loss was not finite
     scale: mx.array  # the scale that was used
     grad_norm: mx.array  # after unscaling, before clipping
     stuck: mx.array  # bool: not finite, and the scale is at its floor
@@ -182,8 +183,8 @@ class Engine:
             loss, weight, grads, counted = self._call(loss_fn, self._differentiator(loss_fn), batch)
             if self.watching is not None:
                 self.watching.merge(counted)
-            share = (weight != 0).astype(mx.float32)
-            return loss, Gradients(grads, self.scalars["scale"], weight, share, share * loss)
+            share, counted = (weight != 0).astype(mx.float32), mx.where(weight == 0, 0.0, loss)
+            return loss, Gradients(grads, self.scalars["scale"], weight, share, counted)
 
         return differentiate
 
@@ -281,8 +282,8 @@ class Engine:
         self._unread.append(result)
         if len(self._unread) > BEHIND:
             old = self._unread.popleft()
-            scale, skipped = float(old.scale), bool(old.skipped)
-            if message := self._alarm.observe(scale, falling=skipped):
+            scale, norm = float(old.scale), float(old.grad_norm)
+            if message := self._alarm.observe(scale, falling=not math.isfinite(norm)):
                 self._alarm = None
                 warn_caller(message)
 
@@ -385,6 +386,7 @@ class Engine:
             finite = mx.isfinite(norm / total["weights"])  # all weights may be zero
             factor = 1.0 / (total["scale"] * total["weights"])
         verdict = self.policy.scale.judge(self.scale_state, finite, mx)
+        finite &= mx.isfinite(total["loss"])  # which no scale is to blame for
         norm = norm * factor
         if self.clip_norm:
             factor = factor * mx.minimum(self.clip_norm / norm, 1.0)

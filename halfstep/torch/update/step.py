@@ -7,7 +7,7 @@
 One norm of the sum serves the finite check and the clipping: it is finite exactly if every gradient is and none is
 beyond 1.8e19, which no step survives. Nothing here reads a number from the device, except drivers of optimizers
 that cannot skip there. A step that is not finite changes the scale alone: no parameter, state or running
-statistic.
+statistic. One with a loss that is not finite, and gradients that are, does not even change the scale.
 
 The engine knows no instrument. What watches a run is its `watching` and is called around each backward
 pass and each update.
@@ -50,7 +50,7 @@ class StepResult:
     """What one update did, in device scalars: reading one waits for the device."""
 
     loss: Tensor  # mean over the tokens of all micro-batches
-    skipped: Tensor  # bool: the gradients were not finite
+    skipped: Tensor  # bool: a gradient or a loss was not finite
     scale: Tensor  # the scale that was used
     grad_norm: Tensor  # after unscaling, before clipping
     stuck: Tensor  # bool: not finite, and the scale is at its floor
@@ -226,13 +226,14 @@ class Engine(RunParts):
         if num_ranks() > 1:
             scaled_norm, weights, losses, bad_rank = agree(scaled_norm, self.num_copies, weights, losses)
         # Weights that are on the device may all be zero.
-        finite = (scaled_norm / weights if isinstance(weights, Tensor) else scaled_norm) < math.inf
+        judged = scaled_norm / weights if isinstance(weights, Tensor) else scaled_norm
         if self.user_gradients.finite is not None:
-            finite &= self.user_gradients.finite
-        skipped, used = ~finite, self.scale_state.scale
-        inv_scale: Tensor | float = 1.0
+            judged = torch.where(self.user_gradients.finite, judged, math.inf)
+        used, inv_scale = self.scale_state.scale, 1.0
         if not isinstance(self.policy.scale, NoScale):
-            inv_scale, self.scale_state = self.policy.scale.judge(self.scale_state, finite, torch)
+            inv_scale, self.scale_state = self.policy.scale.judge(self.scale_state, judged < math.inf, torch)
+        finite = torch.add(judged, losses, alpha=0) < math.inf  # zero times a loss that is not finite is NaN
+        skipped = ~finite
         factor = inv_scale / weights if self.user_gradients.finite is None else 1.0
         norm = times(scaled_norm, factor)
         if self.watching is not None:
