@@ -364,13 +364,15 @@ class Engine:
         self._replaced |= {name for name, place in self._others.items() if place.array is not before[name]}
         return loss, weight, {name: g.astype(self._accumulate) for name, g in grads.items()}
 
-    def replay(self, loss_fn: LossFn, batch: Any, recorder: Any = None) -> None:
-        """Runs a batch again, not compiled; leaves random state and running statistics as they were."""
+    def replay(self, loss_fn: LossFn, batch: Any, recorder: Any = None) -> dict[str, mx.array]:
+        """Runs a batch again, not compiled, and returns its scaled gradients; no state has changed after it."""
         self._check_open()
         others = {name: place.array for name, place in self._others.items()}
         replaced, key = set(self._replaced), mx.random.state[0]  # type: ignore[index]
         try:
-            mx.eval(self._pass(loss_fn, batch, recorder))
+            results = self._pass(loss_fn, batch, recorder)
+            mx.eval(results)
+            return results[2]
         finally:
             for name, array in others.items():
                 self._others[name].put(array)

@@ -21,7 +21,7 @@ Every line has `event`, its kind, and `time`, Unix seconds. The kinds and their 
     save_failed  step, message; earlier checkpoints are whole, training continues, the next save tries again
     skip         step, loss, grad_norm, in_a_row, scale, where ([{file, offsets}]): gradients were not finite;
                  ranks (the first whose own loss was not finite: `where` is its data) if processes share the run
-    not_finite   the same of a step whose loss was not finite and whose gradients were: its update was applied
+    not_finite   the same of a step whose loss was not finite and whose gradients were: it was skipped
     low_scale    step, scale, message: the loss scale is low and falling; at its floor the run stops
     spike        step, loss, median, in_a_row, where: a loss above the recent ones by more than training.rollback
     rollback     step (it happened at), to (step of the checkpoint), skipped_data (updates' worth), message
