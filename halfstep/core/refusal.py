@@ -131,19 +131,38 @@ def twice_error() -> HalfstepError:
     return UnsupportedTransformError(f"{what} cannot be differentiated twice, nor in forward mode", hint=hint)
 
 
-def step_error(loss_fn: Any, micro_batches: Any) -> HalfstepError:
-    """Returns the error for a step whose arguments are not a function and several micro-batches."""
+def step_error(loss_fn: Any, micro_batches: Any, cast: str = "") -> HalfstepError:
+    """Returns the error for a step whose arguments are not a function and several micro-batches.
+
+    `cast` is what makes an array of the framework of one of numpy, if it must.
+    """
     if not callable(loss_fn):
         what = f"loss_fn is one `{type(loss_fn).__name__}`, and is called with each micro-batch"
         return ArgumentError(what, hint="pass the function first: run.step(loss_fn, [batch])")
     return BatchError(
         f"micro_batches is one `{type(micro_batches).__name__}`: its rows or keys would be the batches",
-        hint="put a single batch into a list: run.step(loss_fn, [batch])",
+        hint=f"put a single batch into a list: run.step(loss_fn, [{f'{cast}(batch)' if cast else 'batch'}])",
     )
 
 
-def call_error(loss_fn: Callable[..., Any], micro_batches: Any, array: type) -> HalfstepError | None:
+def no_batches_error() -> HalfstepError:
+    """Returns the error for a step of nothing."""
+    return BatchError(
+        "micro_batches is empty: there is nothing to make an update of",
+        hint="pass one micro-batch at least, run.step(loss_fn, [batch]); an iterator that was read to its end is "
+        "empty",
+    )
+
+
+def call_error(
+    loss_fn: Callable[..., Any], micro_batches: Any, array: type, error: Exception
+) -> HalfstepError | None:
     """Returns the error behind a first call of `loss_fn` that failed, if the step was not called as it must be."""
+    if isinstance(error, AttributeError | TypeError) and "numpy" in str(error):
+        return BatchError(
+            f"loss_fn was given an array of numpy, which the model does not take: {error}",
+            hint="make tensors of a batch, on the device of the model: torch.from_numpy(array).to(device)",
+        )
     try:
         signature = inspect.signature(loss_fn)
     except ValueError:  # of a builtin

@@ -50,6 +50,26 @@ def test_one_batch_is_not_taken_for_several_nor_for_the_loss(batches):
         r.step(batches, loss_of(r))
 
 
+@pytest.mark.parametrize("policy", ["bf16-mixed", "fp16-mixed"])
+def test_no_micro_batch_at_all_is_explained(policy):
+    model = torch.nn.Linear(4, 3)
+    r = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
+    for none in ([], iter(())):
+        with refuses(HalfstepError, "micro_batches is empty", "run.step(loss_fn, [batch])"):
+            r.step(loss_of(r), none)
+    assert not bool(r.step(loss_of(r), [data(3)]).skipped)
+
+
+def test_arrays_of_numpy_are_named():
+    r = run("bf16-mixed")
+    array = data(3).numpy()
+    with refuses(HalfstepError, "micro_batches is one `ndarray`", "run.step(loss_fn, [torch.from_numpy(batch)])"):
+        r.step(loss_of(r), array)
+    for batch, take in ((array, lambda b: b), ((array, 1), lambda b: b[0]), ({"x": array}, lambda b: b["x"])):
+        with refuses(HalfstepError, "loss_fn was given an array of numpy", "torch.from_numpy(array)"):
+            r.step(lambda b, take=take: r.model(take(b)).square().mean(), [batch])
+
+
 def test_calls_as_of_another_trainer_are_explained():
     """A tuple (x, y) is two micro-batches to a step, and a loss function gets a micro-batch and no model."""
     r = run()

@@ -30,7 +30,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from halfstep.core.choice import Choice
 from halfstep.core.errors import GradientsError, ModelChangedError, RunStateError, warn_caller
 from halfstep.core.formats import FP32
-from halfstep.core.refusal import step_error
+from halfstep.core.refusal import no_batches_error, step_error
 from halfstep.core.scaling import DynamicScale, ScaleAlarm, ScaleState
 from halfstep.mlx.convert.apply import Applied
 from halfstep.mlx.convert.places import arrays, trainable, walk
@@ -164,11 +164,15 @@ class Engine:
 
     def step(self, loss_fn: LossFn, micro_batches: Iterable[Any]) -> StepResult:
         """Updates once from micro-batches; `loss_fn` returns a mean loss, or (sum of losses, number of tokens)."""
-        if isinstance(micro_batches, mx.array | dict) or not callable(loss_fn):
+        if isinstance(micro_batches, mx.array | dict | np.ndarray) or not callable(loss_fn):
             raise step_error(loss_fn, micro_batches)
         differentiate = self.value_and_grad(loss_fn)
+        empty = self._sum is None
         for batch in micro_batches:
             self.accumulate(differentiate(batch)[1])
+            empty = False
+        if empty:
+            raise no_batches_error()
         return self.update()
 
     def value_and_grad(self, loss_fn: LossFn) -> Callable[[Any], tuple[mx.array, Gradients]]:

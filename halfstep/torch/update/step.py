@@ -19,12 +19,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from halfstep.core.errors import HalfstepError, RunStateError
 from halfstep.core.formats import FP32
-from halfstep.core.refusal import call_error, step_error
+from halfstep.core.refusal import call_error, no_batches_error, step_error
 from halfstep.core.scaling import DynamicScale, NoScale
 from halfstep.torch.convert.apply import set_precision
 from halfstep.torch.convert.resolve import resolve
@@ -86,8 +87,9 @@ class Engine(RunParts):
     def step(self, loss_fn: LossFn, micro_batches: Iterable[Any]) -> StepResult:
         """Makes one update from micro-batches; `loss_fn` returns a mean loss, or (sum of losses, num tokens)."""
         self._check_trains()
-        if isinstance(micro_batches, Tensor | dict) or not callable(loss_fn):
-            raise step_error(loss_fn, micro_batches)
+        if isinstance(micro_batches, Tensor | dict | np.ndarray) or not callable(loss_fn):
+            cast = "torch.from_numpy" if isinstance(micro_batches, np.ndarray) else ""
+            raise step_error(loss_fn, micro_batches, cast)
         if self.graph is None:
             return self._plain_step(loss_fn, micro_batches)
         batches = list(micro_batches)
@@ -106,7 +108,7 @@ class Engine(RunParts):
         # Only a dynamic scale has a floor, at which `check` runs the step again.
         kept: list[Any] = []
         self._last = (loss_fn, kept) if isinstance(self.policy.scale, DynamicScale) else None
-        has_peers = self.sharded is not None or num_ranks() > 1
+        has_peers, last = self.sharded is not None or num_ranks() > 1, False
         try:
             self.make_casts()
             for batch, last in mark_last(micro_batches):
@@ -124,6 +126,8 @@ class Engine(RunParts):
                     total, weight = check_pair(given)
                     given = total / divisor(weight)
                 self._accumulate(given, weight, last=last)
+            if not last:
+                raise no_batches_error()
             return self.update()
         except BaseException as error:
             begun = self.accumulation.begun
@@ -131,7 +135,10 @@ class Engine(RunParts):
             if isinstance(error, Exception):
                 self.masters.check_writes()  # a parameter that was resized is the reason, not where it failed
                 ours = isinstance(error, HalfstepError | torch.OutOfMemoryError)
-                if not (ours or begun) and (explained := call_error(loss_fn, micro_batches, Tensor)) is not None:
+                if (
+                    not (ours or begun)
+                    and (explained := call_error(loss_fn, micro_batches, Tensor, error)) is not None
+                ):
                     raise explained from error
             raise
         finally:
