@@ -2,9 +2,10 @@
 
 Every line has `event`, its kind, and `time`, Unix seconds. The kinds and their fields:
 
-    start        halfstep (version), config (table), policy (text), choice ({preset, reason} or null), backend
-                 ({name, version}), device ({kind, name}), ranks (processes that share the run),
-                 parameters, tokens_per_step, resumed_from (or null),
+    start        halfstep (version), config (table), policy (text), outcome (how many matmuls run in fp8 and
+                 why no more do, if that is less than the policy's name says; else empty), choice ({preset,
+                 reason} or null), backend ({name, version}), device ({kind, name}), ranks (processes that
+                 share the run), parameters, tokens_per_step, resumed_from (or null),
                  schedule ([{from, policy}]: the policies of the run, each from after so many steps on; `policy`
                  is that of the step it starts from),
                  changes ([{step, settings: {name: [before, after]}}]: what was changed where it resumed), init
@@ -40,7 +41,8 @@ Every line has `event`, its kind, and `time`, Unix seconds. The kinds and their 
     cause        step, pass ("forward", "backward", "reduction" or null), operation, module, micro_batch, rank
                  (each or null), where ([{file, offsets}]), message: the first operation that went wrong
     artifact     path, bytes, limit (or null), over (bytes), loss and bits_per_byte, each _before and _after
-    policy       step, policy (text): the steps after this one have another policy, by the schedule or a rollback
+    policy       step, policy and outcome (as in `start`): the steps after this one have another policy, by the
+                 schedule or a rollback
     warning      message
     stop         step, reason, saved (step of the newest complete checkpoint, or null), and totals
     end          step, seconds, loss, validation_loss, bits_per_byte, tokens_per_second, and totals: where the time
@@ -96,6 +98,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "start": {
         "config": Mapping[str, Any],
         "policy": str,
+        "outcome": str | None,
         "choice": Mapping[str, str] | None,
         "changes": tuple[SettingsChange, ...],
         "schedule": tuple[Mapping[str, Any], ...],
@@ -131,7 +134,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     },
     "finding": {**_STEP, "rule": str, "message": str},
     "cause": {**_STEP, "pass": str | None, "message": str},
-    "policy": {**_STEP, "policy": str},
+    "policy": {**_STEP, "policy": str, "outcome": str | None},
     "warning": {"message": str},
     "stop": {**_DONE, "reason": str, "saved": Count | None},
     "end": {**_DONE, "seconds": float | None, "loss": float | None, "validation_loss": float | None},
