@@ -138,7 +138,8 @@ class Operations:
     ) -> None:
         """Adds one call."""
         kind = KINDS.get(function)
-        if values and (count := self._counts.see(function, *args, result)) is not None:
+        given, options = args
+        if values and (count := self._counts.see(function, given, options, result)) is not None:
             self._add_positions(count, where, place)
         if kind is None and not len(self._marks):
             return
