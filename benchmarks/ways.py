@@ -1,7 +1,7 @@
 """One GPT-2 in several ways of writing, as people do: the same functions, in other words.
 
-`make(way, **sizes)` returns a model and its loss function, a function of the model, inputs and targets. Weights are
-those of torch's global generator. B batch, T time, D width, H heads, E width of a head, V vocabulary.
+`make(way, **sizes)` returns a model and its loss function, a function of the model, inputs and targets. Weights
+are those of torch's global generator. B batch, T time, D width, H heads, E width of a head, V vocabulary.
 
     plain         nn.LayerNorm, nn.Linear, F.gelu, the loss inside of the model (benchmarks/gpt2.py)
     custom norm   a subclass of LayerNorm that casts its gain to the input's dtype

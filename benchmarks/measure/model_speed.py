@@ -13,10 +13,10 @@ Models are GPT-2 in several ways of writing (benchmarks/ways.py), and those of t
     fp8        "fp8-mixed,param=fp32:split"
 
 Each arm is a process that holds its model, so that a peak of memory is its own. The arms of some models compile at
-the same time, those of fp8 after them and one by one, because they time layers; then all take turns. A ratio is that
-of median turns, with that of the fastest beside it. `--mode eager` does not compile. One JSON line for each model, arm
-and mode is added to `--save` when it is measured; what is there is not measured again. What is not ready within the
-`--seconds` is listed as not run.
+the same time, those of fp8 after them and one by one, because they time layers; then all take turns. A ratio is
+that of median turns, with that of the fastest beside it. `--mode eager` does not compile. One JSON line for each
+model, arm and mode is added to `--save` when it is measured; what is there is not measured again. What is not
+ready within the `--seconds` is listed as not run.
 """
 
 import argparse

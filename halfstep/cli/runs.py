@@ -48,6 +48,7 @@ def runs(folder: Path | None = None, /, *, json: Json = False) -> None:
 
 
 def _row(run: "RunState", now: float) -> tuple[str, ...]:
+    from halfstep.core.choice.layers import with_outcome
     from halfstep.report.number_format import duration, plain
 
     return (
@@ -56,7 +57,7 @@ def _row(run: "RunState", now: float) -> tuple[str, ...]:
         f"{run.step:,}" + (f" of {run.steps:,}" if run.steps else ""),
         "" if run.loss is None else plain(run.loss),
         "" if run.validation_loss is None else plain(run.validation_loss),
-        run.policy or "",
+        with_outcome(run.policy or "", run.outcome),
         "" if run.time is None else f"{duration(max(0.0, now - run.time))} ago",
     )
 

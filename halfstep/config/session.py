@@ -92,6 +92,11 @@ class Session(ABC):
         return []
 
     @property
+    def outcome(self) -> str:
+        """How many matmuls run narrow and why no more do, if that is less than the policy's name says."""
+        return ""
+
+    @property
     @abstractmethod
     def threads(self) -> int | None:
         """The threads that a CPU divides sums among; None if results do not depend on the thread count."""

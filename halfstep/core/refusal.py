@@ -131,14 +131,26 @@ def twice_error() -> HalfstepError:
     return UnsupportedTransformError(f"{what} cannot be differentiated twice, nor in forward mode", hint=hint)
 
 
-def step_error(loss_fn: Any, micro_batches: Any) -> HalfstepError:
-    """Returns the error for a step whose arguments are not a function and several micro-batches."""
+def step_error(loss_fn: Any, micro_batches: Any, cast: str = "") -> HalfstepError:
+    """Returns the error for a step whose arguments are not a function and several micro-batches.
+
+    `cast` is what makes an array of the framework of one of numpy, if it must.
+    """
     if not callable(loss_fn):
         what = f"loss_fn is one `{type(loss_fn).__name__}`, and is called with each micro-batch"
         return ArgumentError(what, hint="pass the function first: run.step(loss_fn, [batch])")
     return BatchError(
         f"micro_batches is one `{type(micro_batches).__name__}`: its rows or keys would be the batches",
-        hint="put a single batch into a list: run.step(loss_fn, [batch])",
+        hint=f"put a single batch into a list: run.step(loss_fn, [{f'{cast}(batch)' if cast else 'batch'}])",
+    )
+
+
+def no_batches_error() -> HalfstepError:
+    """Returns the error for a step of nothing."""
+    return BatchError(
+        "micro_batches is empty: there is nothing to make an update of",
+        hint="pass one micro-batch at least, run.step(loss_fn, [batch]); an iterator that was read to its end is "
+        "empty",
     )
 
 
@@ -149,13 +161,20 @@ def call_error(
     array: type,
     given: Sequence[str] = ("a micro-batch",),
     call: str = "run.step(lambda batch: loss_fn(model, *batch), [batch])",
+    cast: str = "torch.from_numpy(array).to(device)",
 ) -> HalfstepError | None:
     """Returns the error behind one of a first call of `loss_fn`, if the step was not called as it must be.
 
-    `given` is what the function is called with, and `call` a step of one that takes more.
+    `given` is what the function is called with, `call` a step of one that takes more, and `cast` what makes an
+    array of numpy one of the framework.
     """
     if isinstance(error, HalfstepError) or not isinstance(error, Exception):
         return None
+    if isinstance(error, AttributeError | TypeError) and "numpy" in str(error):
+        return BatchError(
+            f"loss_fn was given an array of numpy, which the model does not take: {error}",
+            hint=f"make arrays of the framework of a batch: {cast}",
+        )
     try:
         signature = inspect.signature(getattr(loss_fn, "forward", loss_fn))  # a torch module's own takes anything
     except ValueError:  # of a builtin

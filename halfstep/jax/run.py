@@ -10,6 +10,7 @@ parameters, gradients and moments. A narrower master is widened, updated and rou
 stochastically. The state carries the policy: as a pytree it keeps every field under jit, scan and checkpoints.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -249,7 +250,7 @@ class Step:
         self._loss_fn, self._step, self._replay = loss_fn, step, jax.jit(replay, compiler_options=COMPILER_OPTIONS)
         self._call, self._mesh, self._micro_batches, self._monitor = call, mesh, micro_batches, monitor
         self._warned = False
-        self._unread: deque[tuple[Array, Array]] = deque(maxlen=64)  # scale, and whether the update was skipped
+        self._unread: deque[tuple[Array, Array]] = deque(maxlen=64)  # scale and norm of updates
 
     def __call__(self, state: State, batch: Any, rng: Any = None) -> tuple[State, StepResult]:
         """Returns the state after one update, and what the update did; uses up the state it is given."""
@@ -268,7 +269,7 @@ class Step:
         if self._monitor is not None:
             self._monitor.add(result.layers, result.updates)
         if not self._warned and isinstance(law, DynamicScale):
-            self._unread.append((result.scale, result.skipped))
+            self._unread.append((result.scale, result.grad_norm))
             self._warn_if_low(ScaleAlarm(law))
         return replace(following, origin=origin, measured=state.measured), result
 
@@ -350,8 +351,8 @@ class Step:
 
     def _warn_if_low(self, alarm: ScaleAlarm) -> None:
         while self._unread and self._unread[0][0].is_ready():  # type: ignore[attr-defined]
-            scale, skipped = self._unread.popleft()
-            if message := alarm.observe(float(scale), falling=bool(skipped)):
+            scale, norm = self._unread.popleft()
+            if message := alarm.observe(float(scale), falling=not math.isfinite(float(norm))):
                 self._warned = True
                 self._unread.clear()
                 warn_caller(message)

@@ -140,6 +140,10 @@ class Session(Shell):
         return [f"measured: {description}"] if description else []
 
     @property
+    def outcome(self) -> str:
+        return "" if self.run.measured is None else self.run.measured.outcome
+
+    @property
     def threads(self) -> int | None:
         # XLA has one per core
         return host.threads() if self.device.platform == "cpu" else None

@@ -22,7 +22,7 @@ from halfstep.core.audit.coverage import some
 from halfstep.core.averages import PREFIX as AVERAGE
 from halfstep.core.averages import pop_from_state, to_state
 from halfstep.core.choice import Choice
-from halfstep.core.choice.layers import NO_LAYERS, Measured, resumed
+from halfstep.core.choice.layers import NO_LAYERS, Measured, resumed, with_outcome
 from halfstep.core.errors import ArgumentError, RunStateError, StateError, UnsupportedTransformError, type_name
 from halfstep.core.policy import Policy
 from halfstep.core.roles import print_value
@@ -103,7 +103,8 @@ class State:
 def summary(state: State) -> str:
     """Describes what the state holds, and what its policy means for each module."""
     applied, policy, note = state.applied(), state.policy, state.origin.note
-    lines = [str(policy), *([f"  {note}"] if note else []), *_modules(applied), *_masters(applied)]
+    name = with_outcome(policy, "" if state.measured is None else state.measured.outcome)
+    lines = [name, *([f"  {note}"] if note else []), *_modules(applied), *_masters(applied)]
     waits = "the first step times the matmuls that rules name; step.measure(state, batch) does so before it"
     if measured := waits if state.measured is None else state.measured.description:
         lines.append(f"  measured: {measured}")

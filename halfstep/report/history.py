@@ -17,6 +17,7 @@ import numpy as np
 
 from halfstep import __version__
 from halfstep.config.schema import build
+from halfstep.core.choice.layers import with_outcome
 from halfstep.core.errors import RunFolderError
 from halfstep.report.layer_history import LayerHistory
 from halfstep.report.number_format import number
@@ -92,6 +93,7 @@ class History:
     shadows: dict[int, Event] = field(default_factory=dict)
     shadow: Event | None = None  # of the next step
     _policies: list[tuple[int, str]] = field(default_factory=list)
+    _outcomes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def start(self) -> Event:
@@ -112,6 +114,10 @@ class History:
         changes = [each for each in read_changes(self.start) if "policy" in each.settings]
         first = changes[0].settings["policy"][0] if changes else self.start.get("policy")
         return [(0, str(first)), *((each.step, str(each.settings["policy"][1])) for each in changes)]
+
+    def name_of(self, policy: str) -> str:
+        """Returns a policy with what measuring made of it in this run."""
+        return with_outcome(policy, self._outcomes.get(policy))
 
     @property
     def choice(self) -> Mapping[str, Any] | None:
@@ -222,6 +228,7 @@ class History:
         """Takes the policy of the steps after one; what was recorded of later ones no longer counts."""
         known, policy = [each for each in self._policies if each[0] < after], str(event.get("policy"))
         self._policies = known if known and known[-1][1] == policy else [*known, (after, policy)]
+        self._outcomes[policy] = event.get("outcome")
 
     def _drop_from(self, step: int) -> None:
         self.steps.drop_from(step)

@@ -95,6 +95,7 @@ def _contents(history: History, reader: IncidentReader) -> dict[str, Any]:
         "data_digest": nested(history.start, "data", "digest"),
         "tiles": summary.tiles(history),
         "policy_text": history.policies[-1][1],
+        "policy_name": history.name_of(history.policies[-1][1]),
         "policies": describe_policies(history),
         "changed": bool(read_changes(history.start)),
         "requested": str(history.config.get("policy")),

@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -90,8 +89,9 @@ def read_policy(history: History) -> tuple[Policy | None, str]:
 
 def describe_policies(history: History) -> str:
     """Says which precisions the run had one after another; empty if it had one."""
-    parts = [f"`{policy}` up to step {until:,}" for (_, policy), (until, _) in pairwise(history.policies)]
-    return ", then ".join([*parts, f"`{history.policies[-1][1]}`"]) if parts else ""
+    names = [f"`{history.name_of(policy)}`" for _, policy in history.policies]
+    parts = [f"{name} up to step {until:,}" for name, (until, _) in zip(names, history.policies[1:], strict=False)]
+    return ", then ".join([*parts, names[-1]]) if parts else ""
 
 
 def starting_warnings(history: History) -> dict[str, list[float]]:
@@ -106,17 +106,18 @@ def headline(history: History) -> str:
     """Says what was trained, in which precision, how long, and on what."""
     parameters = count(number(history.start.get("parameters")))
     verb = "trained" if history.end else "has trained"
-    shown = " and then ".join(_without_rules(policy) for _, policy in history.policies)
+    shown = " and then ".join(_without_rules(policy, history) for _, policy in history.policies)
     # What was learned from, without the held-out text and the counts that the description also has.
     source = str(nested(history.start, "data", "description") or "text").partition(": ")[0]
     source = source.partition(" and, held out, ")[0]
     return f"A decoder of {parameters} parameters {verb} in {shown} {_how_long(history)} on {source}."
 
 
-def _without_rules(policy: str) -> str:
+def _without_rules(policy: str, history: History) -> str:
     """Returns a policy without its rules, which may be many; the section on precision has them."""
     roles, *rules = policy.split(";")
-    return f"`{roles.strip()}`" + (f" with {plural(len(rules), 'rule')}" if rules else "")
+    outcome = history.name_of(policy).removeprefix(policy)
+    return f"`{roles.strip()}`" + (f" with {plural(len(rules), 'rule')}" if rules else "") + outcome
 
 
 def _how_long(history: History) -> str:

@@ -36,6 +36,7 @@ class RunState:
     loss: float | None = None  # of the last step, NaN if it was not a number
     validation_loss: float | None = None
     policy: str | None = None
+    outcome: str | None = None  # how many matmuls run in fp8, if that is less than the policy's name says
     time: float | None = None  # of the last event, in seconds since 1970
     problem: str | None = None
 
@@ -79,6 +80,7 @@ def _state(folder: Path) -> RunState:
     outcome = (_last(events, "start", "stop", "end") or {}).get("event")
     states: dict[Any, State] = {"end": "finished", "stop": "stopped"}
     state = states.get(outcome) or ("running" if is_locked(folder) else "crashed")
+    running = _last(events, "start", "policy") or {}
     training = (start.get("config") or {}).get("training") or {}
     return RunState(
         str(folder),
@@ -87,7 +89,8 @@ def _state(folder: Path) -> RunState:
         training.get("steps") if isinstance(training, dict) else None,
         step.get("loss"),
         scored.get("loss"),
-        (_last(events, "start", "policy") or {}).get("policy"),
+        running.get("policy"),
+        running.get("outcome") or None,
         (_last(events) or {}).get("time"),
     )
 

@@ -132,6 +132,10 @@ class Session(Shell):
         return [*([f"measured: {measured}"] if measured else []), *slow]
 
     @property
+    def outcome(self) -> str:
+        return self.run.conversion.measured.outcome
+
+    @property
     def threads(self) -> int | None:
         return torch.get_num_threads() if self.device.type == "cpu" else None
 

@@ -24,6 +24,7 @@ import numpy as np
 from halfstep.config.run import RunConfig
 from halfstep.config.session import Tokens
 from halfstep.core.choice import Choice
+from halfstep.core.choice.layers import with_outcome
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.training import memory
@@ -194,6 +195,8 @@ class Loop:
                 self.bar.note(f"NOT WRITTEN: the last {number} events are lost: {why}")
 
     def _print_warnings(self) -> None:
+        if self.session.outcome:
+            self.bar.note(f"precision {with_outcome(self.session.policy, self.session.outcome)}")
         for message in self.warnings:
             self.bar.note(f"warning: {message}")
 
@@ -307,8 +310,9 @@ class Loop:
     def _announce_policy(self) -> None:
         """Makes what watches the run follow the policy that runs now."""
         step, policy = self.tally.launched, self.session.policy
-        self.events.write("policy", step=step, policy=str(policy))
-        self.bar.note(f"after step {step} the policy is `{policy}`: masters and moments are kept bit for bit")
+        self.events.write("policy", step=step, policy=str(policy), outcome=self.session.outcome)
+        name = with_outcome(policy, self.session.outcome)
+        self.bar.note(f"after step {step} the policy is `{name}`: masters and moments are kept bit for bit")
         for note in self.session.notes:  # what was decided by measurement
             self.bar.note(note)
         self.monitor.change_policy(step)

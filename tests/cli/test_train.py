@@ -1,6 +1,7 @@
 """`halfstep train`, `eval` and `sample` as people type them."""
 
 import errno
+import json
 import re
 
 import pytest
@@ -112,6 +113,35 @@ def test_the_measurement_is_printed_and_recorded(small, tmp_path, capsys, emulat
     (printed,) = [message for message in messages if message.startswith("measured: ")]
     assert printed in capsys.readouterr().err
     assert ("since it is emulated" if emulate else "stay bf16") in printed
+
+
+def test_a_policy_whose_fp8_runs_nowhere_is_nowhere_named_alone(small, tmp_path, capsys, monkeypatch):
+    """In the terminal, the record, the page and `halfstep runs`; where all of it runs, the name says it all."""
+    pytest.importorskip("torch")
+    from halfstep.core.formats import E4M3
+    from halfstep.torch.convert import fp8_choice
+    from halfstep.torch.numerics.dtypes import supported
+
+    if not (found := supported(E4M3, "cpu")):
+        pytest.skip(found.reason)
+    out, measure = tmp_path / "run", fp8_choice.measure_layers
+    monkeypatch.setattr(
+        fp8_choice, "measure_layers", lambda works, _, *rest: measure(works, lambda *_: [1.0, 2.0], *rest)
+    )
+    assert run(["train", *small, "--policy", "fp8-mixed", "--out", str(out)]) == 0
+    said = capsys.readouterr().err
+    outcome = re.search(r"precision fp8-mixed \((0 of (\d+) matmuls in fp8: bf16 is faster here)\)", said)[1]
+    start = next(e for e in read_events(out / "events.jsonl") if e["event"] == "start")
+    assert (start["policy"], start["outcome"]) == ("fp8-mixed", outcome)
+    page = (out / "report.html").read_text()
+    assert f"trained in <code>fp8-mixed</code> ({outcome})" in page
+    assert f"The run used <code>fp8-mixed ({outcome})</code>" in page
+    assert run(["runs", str(out), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["policy"], row["outcome"]) == ("fp8-mixed", outcome)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(["runs", str(out)]) == 0
+    assert f"fp8-mixed ({outcome})" in capsys.readouterr().out
 
 
 def test_resume_keeps_the_policy_that_ran(small, tmp_path, capsys, monkeypatch):

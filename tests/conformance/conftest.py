@@ -104,7 +104,10 @@ class Backend:
 
 
 class Toy:
-    """A linear layer that a run trains; `step` keeps its result as `last`."""
+    """A linear layer that a run trains; `step` keeps its result as `last`.
+
+    A micro-batch is (x, t, weight), and may have a fourth number that is added to its loss.
+    """
 
     def check(self):
         self.run.check(self.last)
@@ -195,9 +198,9 @@ class TorchToy(Toy):
 
     def step(self, micro_batches):
         def loss(batch):
-            x, t, weight = batch
+            x, t, weight, *added = batch
             y = self.model.layer(self.backend.array(x))
-            return (y.float() * self.backend.array(t)).sum(), weight
+            return (y.float() * self.backend.array(t)).sum() + sum(added), weight
 
         self.last = self.run.step(loss, micro_batches)
         return read(self.last)
@@ -293,7 +296,7 @@ class JaxToy:
 
             def loss(params, batch):
                 y = batch["x"] @ params["layer"]["weight"].T
-                total = (y.astype(jnp.float32) * batch["t"]).sum()
+                total = (y.astype(jnp.float32) * batch["t"]).sum() + batch["added"]
                 return self.backend.run.Weighted(total, batch["weight"])
 
             self.steps[self.key, count] = self.backend.run.make_step(
@@ -302,6 +305,7 @@ class JaxToy:
         compute = self.backend.dtypes.dtype_of(self.state.policy.compute.format)
         x, t, weight = (np.stack([np.float32(batch[i]) for batch in micro_batches]) for i in range(3))
         batch = {"x": jnp.asarray(x).astype(compute), "t": jnp.asarray(t), "weight": jnp.asarray(weight)}
+        batch["added"] = jnp.float32([sum(batch[3:]) for batch in micro_batches])
         self.state, self.last = self.steps[self.key, count](self.state, batch)
         return read(self.last)
 
@@ -402,11 +406,12 @@ class MlxToy(Toy):
 
         def loss(model, batch):
             y = model.layer(batch["x"].astype(model.layer.casts.compute))
-            return (y.astype(mx.float32) * batch["t"]).sum(), batch["weight"]
+            return (y.astype(mx.float32) * batch["t"]).sum() + batch["added"], batch["weight"]
 
+        numbers = [(x, t, w, sum(added)) for x, t, w, *added in micro_batches]
         batches = [
-            {"x": mx.array(np.float32(x)), "t": mx.array(np.float32(t)), "weight": mx.array(float(w))}
-            for x, t, w in micro_batches
+            dict(zip(("x", "t", "weight", "added"), map(mx.array, map(np.float32, each)), strict=True))
+            for each in numbers
         ]
         self.last = self.run.step(loss, batches)
         return read(self.last)

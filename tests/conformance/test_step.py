@@ -146,6 +146,35 @@ def test_a_step_that_is_not_finite_changes_nothing(backend, policy, bad):
     assert toy.num_applied() == 1
 
 
+AT_THE_FLOOR = "fp16-mixed,scale=dynamic:init=256:floor=256"
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", AT_THE_FLOOR])
+def test_a_loss_that_is_not_finite_skips_the_step_and_moves_no_scale(backend, policy, bad):
+    """A constant added to the loss: gradients never see it. The scale, at its floor, did not cause it."""
+    toy = backend.toy(policy, WEIGHT, rate=RATE, clip_norm=1.0)
+    for batches in ([(X, T, 1.0, bad), (X, T, 1.0)], [(X, T, 1.0), (X, T, 3.0, bad)]):
+        result = toy.step(batches)
+        assert result.skipped
+        assert not np.isfinite(result.loss)
+        assert np.isfinite(result.grad_norm)
+        assert not result.stuck
+        toy.check()
+        assert (toy.weight()[1] == WEIGHT).all()
+        assert toy.num_applied() == 0
+    fine = toy.step([(X, T, 1.0), (X, T, 1.0)])
+    assert (fine.skipped, fine.scale, toy.num_applied()) == (False, result.scale, 1)
+
+
+def test_a_loss_that_is_not_finite_is_no_alarm_about_the_loss_scale(backend):
+    toy = backend.toy(AT_THE_FLOOR, WEIGHT, rate=RATE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(8):
+            assert toy.step([(X, T, 1.0, np.inf)]).skipped
+
+
 def test_a_loss_scale_that_is_low_and_falling_is_a_warning_once_before_its_floor(backend):
     """t of 2^16 is beyond fp16 at every scale: it falls from 8192 to its floor, 1, in thirteen steps."""
     toy, seen = backend.toy("fp16-mixed,scale=dynamic:init=8192", WEIGHT, rate=2.0**-5), []
@@ -194,10 +223,12 @@ def test_gradients_are_summed_in_the_accumulate_format(backend, policy, expected
     assert toy.weight()[1] == -expected / 8
 
 
+@pytest.mark.parametrize("bad", [0.0, np.nan])
 @pytest.mark.parametrize("weights", [(0.0, 4.0), (4.0, 0.0)])
-def test_a_micro_batch_without_tokens_counts_for_nothing(backend, weights):
+def test_a_micro_batch_without_tokens_counts_for_nothing(backend, weights, bad):
+    """Not even with a loss of NaN, as the mean over nothing has."""
     toy = backend.toy("fp32", WEIGHT, rate=RATE)
-    result = toy.step([(X, T if weight else T * 0, weight) for weight in weights])
+    result = toy.step([(X, T, weight) if weight else (X, T * 0, weight, bad) for weight in weights])
     assert (toy.weight()[1] == WEIGHT - np.float32(RATE) * gradient((X, T, 4.0))).all()
     assert result.loss == float(((X @ WEIGHT.T) * T).sum() / 4)
 

@@ -41,6 +41,26 @@ def loss_of(run):
     return lambda x: (run.model(x).float().square().sum(), float(len(x)))
 
 
+@pytest.mark.parametrize("policy", ["bf16-mixed", "fp16-mixed"])
+def test_no_micro_batch_at_all_is_explained(policy):
+    model = torch.nn.Linear(4, 3)
+    r = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
+    for none in ([], iter(())):
+        with refuses(HalfstepError, "micro_batches is empty", "run.step(loss_fn, [batch])"):
+            r.step(loss_of(r), none)
+    assert not bool(r.step(loss_of(r), [data(3)]).skipped)
+
+
+def test_arrays_of_numpy_are_named():
+    r = run("bf16-mixed")
+    array = data(3).numpy()
+    with refuses(HalfstepError, "micro_batches is one `ndarray`", "run.step(loss_fn, [torch.from_numpy(batch)])"):
+        r.step(loss_of(r), array)
+    for batch, take in ((array, lambda b: b), ((array, 1), lambda b: b[0]), ({"x": array}, lambda b: b["x"])):
+        with refuses(HalfstepError, "loss_fn was given an array of numpy", "torch.from_numpy(array)"):
+            r.step(lambda b, take=take: r.model(take(b)).square().mean(), [batch])
+
+
 def test_what_is_wrong_in_a_loss_function_is_its_own_affair():
     with pytest.raises(ZeroDivisionError):
         run().step(lambda batch: 1 / 0, [data(3)])
@@ -98,6 +118,35 @@ def test_a_micro_batch_without_tokens_adds_nothing_and_weights_may_be_on_the_dev
     tensors.step(lambda b: (tensors.model(b).square().sum(), torch.tensor(len(b))), [x[:2], x[2:]])
     left, right = (r.optimizers[0].seen["weight"] for r in (numbers, tensors))
     torch.testing.assert_close(left, right, rtol=2.0**-21, atol=0)
+
+
+def test_a_mean_over_no_tokens_skips_the_step_unless_it_is_weighted_by_them():
+    """With all targets ignored, torch's cross-entropy is NaN and its gradients are zeros."""
+    ignored = torch.full((2,), -100)
+    for weights in ((None, None), (torch.tensor(2), torch.tensor(0))):
+        r = run()
+        before = r.model.weight.detach().clone()
+        for targets, weight in zip((torch.tensor([0, 1]), ignored), weights, strict=True):
+            loss = torch.nn.functional.cross_entropy(r.model(data(2)).float(), targets)
+            r.backward(loss, weight=weight, last=targets is ignored)
+        result = r.update()
+        assert bool(result.skipped) == bool(result.loss.isnan()) == torch.equal(r.model.weight, before)
+        assert bool(result.skipped) == (weights[1] is None)
+
+
+def test_a_loss_that_is_not_finite_is_skipped_after_unscale_too_and_with_its_buffers_and_averages():
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    r = prepare(model, AdamW(model.parameters(), lr=0.1), "fp16-mixed", ema=0.9)
+    before = {name: t.clone() for name, t in r.state_dict()["tensors"].items()}
+    buffers = [b.clone() for b in model.buffers()]
+    for last in (False, True):
+        r.backward(model(data(3)).float().mean() - (0.0 if last else float("inf")), last=last)
+    r.unscale()
+    assert bool(r.update().skipped)
+    assert all(map(torch.equal, model.buffers(), buffers))
+    after = r.state_dict()["tensors"]
+    same = {name for name, t in after.items() if torch.equal(t, before[name])}
+    assert after.keys() - same <= {"scale.good_steps", "rng.cpu"}
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan")])
@@ -177,7 +226,13 @@ def test_frozen_unused_unheld_and_complex_parameters_are_what_they_are():
     assert moved == {"used"}
     model = torch.nn.ModuleDict({"held": torch.nn.Linear(4, 4), "free": torch.nn.Linear(4, 4)})
     r = prepare(model, [torch.optim.SGD(model["held"].parameters(), lr=1.0)], "fp32", clip_norm=1e9)
-    result = r.step(lambda x: model["held"](x).mean() + model["free"](x).sum() * 1e30 * 1e30, [data(3)])
+
+    def loss(x):
+        free = model["free"](x).sum()
+        free.register_hook(lambda grad: grad * float("inf"))
+        return model["held"](x).mean() + free
+
+    result = r.step(loss, [data(3)])
     assert not bool(result.skipped)
     assert float(result.grad_norm) < 100
     assert model["free"].weight.grad is None

@@ -18,12 +18,14 @@ class Cause:
     operation: str = ""  # as the framework names it; empty if only the module is known
     micro_batch: int | None = None  # counted from 0, of those of the rank
     rank: int | None = None  # of several processes, the first that has such a tensor
+    loss_alone: bool = False  # whether all gradients are finite, and the loss is not
 
     def __str__(self) -> str:
         if self.where == "nowhere":
             return self.what
         made = f"; made by `{self.operation}`" if self.operation else ""
-        return f"{'' if self.rank is None else f'rank {self.rank}: '}{self.where}: {self.what}{made}"
+        alone = "; the loss was not finite, its gradients were" if self.loss_alone else ""
+        return f"{'' if self.rank is None else f'rank {self.rank}: '}{self.where}: {self.what}{made}{alone}"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields of a `cause` event; what is not known is None."""

@@ -16,7 +16,7 @@ Source = Literal["script", "run", "checkpoint", "recipe", "factory", "jax", "mlx
 WeightKind = Literal["matrix", "embedding", "norm", "bias", "router", "adapter", "other"]
 BufferKind = Literal["rope", "running", "other"]
 OperationKind = Literal[
-    "norm", "softmax", "router", "loss", "matmul", "attention", "accumulation", "reduction", "other"
+    "norm", "softmax", "router", "loss", "matmul", "attention", "accumulation", "reduction", "positions", "other"
 ]
 CallKind = Literal[
     "scale",
@@ -114,6 +114,7 @@ class Operation:
     backward: bool = False  # the numbers are of its gradient
     elements: int = 0  # looked at; 0 if only formats were seen, as in a compiled graph
     function: str = ""  # what was called, such as `log_softmax`; empty for a module
+    rounded: int = 0  # of counted positions: those that the format does not have
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from halfstep.core.arrays.ladder import Clock
 from halfstep.core.precision import Precision
 from halfstep.core.roles import is_narrow
 
+_TIMED, AS_THERE = "measured: ", "as in the run that is resumed"
 BUDGET = 90.0  # seconds that measuring may take; a size that was started is finished
 WORTH = 1.02  # how many times faster a narrow layer must be: timings of the same work differ by about as much
 
@@ -77,6 +78,16 @@ class Measured:
         runs = f"{count} of the {total} matmuls that rules name are narrow, adopted from the run that is resumed"
         return f"{runs}; timed here, {others} of them would differ: {self.here}"
 
+    @property
+    def outcome(self) -> str:
+        """Says how many matmuls are narrow, and why the others are not; empty if all are, or none was measured."""
+        wide = [self.notes.get(name, "") for name, narrow in self.narrow.items() if not narrow]
+        if not wide:
+            return ""
+        count, total = len(self.narrow) - len(wide), len(self.narrow)
+        (why, _), *_ = Counter(map(_short, wide)).most_common()
+        return f"{count} of {total} matmuls in fp8: {why}"
+
     def adopt(self, narrow: Mapping[str, bool]) -> "Measured":
         """Returns the layers as a resumed run had them."""
         notes, adopted = dict(self.notes), dict(self.adopted)
@@ -84,7 +95,7 @@ class Measured:
             before = adopted.pop(name, None)  # it changed before, so now it is back to what was measured here
             if before is None:
                 adopted[name] = notes[name]
-            notes[name] = before or f"as in the run that is resumed; here {notes[name]}"
+            notes[name] = before or f"{AS_THERE}; here {notes[name]}"
         return replace(self, narrow={**self.narrow, **narrow}, notes=notes, adopted=adopted)
 
     def changed_by(self, narrow: Mapping[str, bool]) -> list[str]:
@@ -94,6 +105,18 @@ class Measured:
     def widen(self, ruled: Mapping[str, Precision]) -> dict[str, Precision]:
         """Returns the precisions that rules give, wide for the layers that stay wide."""
         return {name: p if self.narrow.get(name, True) else p.widened() for name, p in ruled.items()}
+
+
+def _short(note: str) -> str:
+    """Returns why a layer stays wide, in a few words."""
+    if note.startswith(_TIMED):
+        return f"{note.rpartition(' in ')[2].partition(',')[0]} is faster here"
+    return AS_THERE if note.startswith(AS_THERE) else note.partition(",")[0]
+
+
+def with_outcome(policy: object, outcome: object) -> str:
+    """Returns the name of a policy, and what measuring made of it if that is less than the name says."""
+    return f"{policy} ({outcome})" if outcome else str(policy)
 
 
 NO_LAYERS = Measured()
@@ -108,10 +131,9 @@ def not_measured(count: int | None = None) -> Measured:
 
 def resumed(narrow: Mapping[str, bool]) -> Measured:
     """Returns the layers as a resumed run had them, where nothing was timed."""
-    as_there = "as in the run that is resumed"
     count, total = sum(narrow.values()), len(narrow)
-    here = f"{count} of the {total} matmuls that rules name are narrow, {as_there}"
-    return Measured(dict(narrow), dict.fromkeys(narrow, as_there), here)
+    here = f"{count} of the {total} matmuls that rules name are narrow, {AS_THERE}"
+    return Measured(dict(narrow), dict.fromkeys(narrow, AS_THERE), here)
 
 
 def measure_layers(
@@ -163,7 +185,7 @@ def _verdict(times: Sequence[list[float] | str], precision: Precision) -> tuple[
         return False, f"{failures[0]}, so it stays {precision.compute}"
     wide, narrow = (sum(seconds[side] for seconds in times if not isinstance(seconds, str)) for side in (0, 1))
     first = f"{narrow * 1e3:.3g} ms in {narrow_formats(precision)}"
-    return narrow * WORTH <= wide, f"measured: {first}, {wide * 1e3:.3g} ms in {precision.compute}"
+    return narrow * WORTH <= wide, f"{_TIMED}{first}, {wide * 1e3:.3g} ms in {precision.compute}"
 
 
 def _outcome(

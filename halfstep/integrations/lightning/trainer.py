@@ -69,7 +69,7 @@ class HalfstepPrecision(PlainPrecision):
 
     @property
     def skipped(self) -> bool:
-        """Whether the last update was skipped, because its gradients were not finite. Reads the device."""
+        """Whether the last update was skipped, because it was not finite. Reads the device."""
         return self.result is not None and bool(self.result.skipped)
 
     def summary(self) -> str:

@@ -39,7 +39,8 @@ def find_cause(
         shown += [("backward", f"gradient of `{name}`", value) for name, value in gradients.items()]
         for where, name, value in shown:
             if value.bad:
-                return replace(_cause(where, name, value.origin), micro_batch=number)
+                alone = not any(gradient.bad for gradient in gradients.values())
+                return replace(_cause(where, name, value.origin), micro_batch=number, loss_alone=alone)
         given = [value.array for value in gradients.values()]
         sums = [a + b for a, b in zip(sums, given, strict=True)] if sums else given
     for name, total in zip(params, sums, strict=True):

@@ -32,7 +32,7 @@ class StepResult:
     """What one update did, as device scalars: reading one waits for the device."""
 
     loss: Array  # mean over the tokens of all micro-batches
-    skipped: Array  # bool: the gradients were not finite
+    skipped: Array  # bool: a gradient or a loss was not finite
     scale: Array  # the scale that was used
     grad_norm: Array  # after unscaling, before clipping
     stuck: Array  # bool: not finite, and the scale is at its floor
@@ -99,7 +99,8 @@ def accumulate(
         # `carried` first: XLA may drop a conversion to bf16 and back, and the sum would be another.
         amaxes = {name: grads.pop(name) for name in [*grads] if name.startswith(PREFIX)}
         narrow = {name: carried(share * g, fmt).astype(dtype_of(fmt)) for name, g in grads.items()}
-        return Sums(narrow, share * loss, share, amaxes), reference, (aux, numbers)
+        counted = jnp.where(weight == 0, 0.0, share * loss)
+        return Sums(narrow, counted, share, amaxes), reference, (aux, numbers)
 
     if count is None:
         return micro_batch(jnp.float32(0), batch, rng)
@@ -135,6 +136,7 @@ def apply_sums(
     finite = jnp.isfinite(scaled_norm) & (sums.weight > 0)  # without any token there is no mean either
     used = state.scale
     verdict = state.policy.scale.judge(used, finite, jnp)
+    finite &= jnp.isfinite(sums.loss)  # which no scale is to blame for
     factor = verdict.inv_scale / sums.weight
     norm, unscaled = scaled_norm * factor, factor
     if clip_norm:

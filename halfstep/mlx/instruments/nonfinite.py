@@ -5,6 +5,7 @@ what left the layer whose gradient is the first that is not finite in the order 
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -27,6 +28,9 @@ def find(run: Any, loss_fn: Any, micro_batches: Sequence[Any], factor: float) ->
     for number, (batch, loss) in enumerate(zip(micro_batches, losses, strict=True)):
         seen = [] if run.watching is None else run.watching.arrays_of_pass(scaled, batch)
         cause = cause or _in_pass(loss, seen, number)
+        if cause is not None and not _fine(loss):
+            alone = all(map(_fine, run.replay(scaled, batch).values()))
+            return replace(cause, loss_alone=alone)
     return cause or Cause("backward", "the loss is finite, a gradient is not")
 
 

@@ -14,6 +14,7 @@ GPU only, unmeasured.
 once per update, between the two parts; everything after that is the same in all of them.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -29,7 +30,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from halfstep.core.choice import Choice
 from halfstep.core.errors import GradientsError, ModelChangedError, RunStateError, warn_caller
 from halfstep.core.formats import FP32
-from halfstep.core.refusal import call_error, step_error
+from halfstep.core.refusal import call_error, no_batches_error, step_error
 from halfstep.core.scaling import DynamicScale, ScaleAlarm, ScaleState
 from halfstep.mlx.convert.apply import Applied
 from halfstep.mlx.convert.places import arrays, trainable, walk
@@ -45,7 +46,11 @@ from halfstep.mlx.update.checks import check_loss, check_untraced, check_weight,
 
 # loss_fn(model, batch) -> the mean loss, or (the sum of losses, the number of tokens)
 LossFn = Callable[[Module, Any], Any]
-_CALL = ("the model", "a micro-batch"), "run.step(lambda model, batch: loss_fn(model, *batch), [batch])"
+_CALL = (
+    ("the model", "a micro-batch"),
+    "run.step(lambda model, batch: loss_fn(model, *batch), [batch])",
+    "mx.array(array)",
+)
 BEHIND = 4  # updates; a scale takes ten to fall from where the alarm begins to its floor
 _SCALARS = {"scale": mx.float32, "good_steps": mx.int32, "tolerance": mx.int32, "stuck": mx.bool_}
 
@@ -55,7 +60,7 @@ class StepResult:
     """What one update did, as unread arrays: reading one waits for the device."""
 
     loss: mx.array  # mean over the tokens of all micro-batches
-    skipped: mx.array  # bool: the gradients were not finite
+    skipped: mx.array  # bool: a gradient or a loss was not finite
     scale: mx.array  # the scale that was used
     grad_norm: mx.array  # after unscaling, before clipping
     stuck: mx.array  # bool: not finite, and the scale is at its floor
@@ -164,12 +169,16 @@ class Engine:
 
     def step(self, loss_fn: LossFn, micro_batches: Iterable[Any]) -> StepResult:
         """Updates once from micro-batches; `loss_fn` returns a mean loss, or (sum of losses, number of tokens)."""
-        if isinstance(micro_batches, mx.array | dict) or not callable(loss_fn):
+        if isinstance(micro_batches, mx.array | dict | np.ndarray) or not callable(loss_fn):
             raise step_error(loss_fn, micro_batches)
         differentiate = self.value_and_grad(loss_fn)
+        empty = self._sum is None
         try:
             for batch in micro_batches:
                 self.accumulate(differentiate(batch)[1])
+                empty = False
+            if empty:
+                raise no_batches_error()
             return self.update()
         except BaseException as error:
             begun = self._sum is not None
@@ -191,8 +200,8 @@ class Engine:
             loss, weight, grads, counted = self._call(loss_fn, self._differentiator(loss_fn), batch)
             if self.watching is not None:
                 self.watching.merge(counted)
-            share = (weight != 0).astype(mx.float32)
-            return loss, Gradients(grads, self.scalars["scale"], weight, share, share * loss)
+            share, counted = (weight != 0).astype(mx.float32), mx.where(weight == 0, 0.0, loss)
+            return loss, Gradients(grads, self.scalars["scale"], weight, share, counted)
 
         return differentiate
 
@@ -290,8 +299,8 @@ class Engine:
         self._unread.append(result)
         if len(self._unread) > BEHIND:
             old = self._unread.popleft()
-            scale, skipped = float(old.scale), bool(old.skipped)
-            if message := self._alarm.observe(scale, falling=skipped):
+            scale, norm = float(old.scale), float(old.grad_norm)
+            if message := self._alarm.observe(scale, falling=not math.isfinite(norm)):
                 self._alarm = None
                 warn_caller(message)
 
@@ -372,13 +381,15 @@ class Engine:
         self._replaced |= {name for name, place in self._others.items() if place.array is not before[name]}
         return loss, weight, {name: g.astype(self._accumulate) for name, g in grads.items()}
 
-    def replay(self, loss_fn: LossFn, batch: Any, recorder: Any = None) -> None:
-        """Runs a batch again, not compiled; leaves random state and running statistics as they were."""
+    def replay(self, loss_fn: LossFn, batch: Any, recorder: Any = None) -> dict[str, mx.array]:
+        """Runs a batch again, not compiled, and returns its scaled gradients; no state has changed after it."""
         self._check_open()
         others = {name: place.array for name, place in self._others.items()}
         replaced, key = set(self._replaced), mx.random.state[0]  # type: ignore[index]
         try:
-            mx.eval(self._pass(loss_fn, batch, recorder))
+            results = self._pass(loss_fn, batch, recorder)
+            mx.eval(results)
+            return results[2]
         finally:
             for name, array in others.items():
                 self._others[name].put(array)
@@ -394,6 +405,7 @@ class Engine:
             finite = mx.isfinite(norm / total["weights"])  # all weights may be zero
             factor = 1.0 / (total["scale"] * total["weights"])
         verdict = self.policy.scale.judge(self.scale_state, finite, mx)
+        finite &= mx.isfinite(total["loss"])  # which no scale is to blame for
         norm = norm * factor
         if self.clip_norm:
             factor = factor * mx.minimum(self.clip_norm / norm, 1.0)

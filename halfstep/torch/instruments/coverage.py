@@ -5,8 +5,8 @@ lasting effects; fake tensors would not do: mixtures branch on what their router
 
 The list has every product, attention, island and look-up of the model's own code, with how it ran and why. Of the
 functions that no role reaches it has those that lose precision: sums of narrow numbers, such as in hand-written
-norms, and arithmetic that an fp32 tensor promotes. Of attention on a GPU it has the kernel that torch takes,
-or why it takes none.
+norms, and arithmetic that an fp32 tensor promotes. Positions that are counted in a narrow format are a warning,
+too. Of attention on a GPU it has the kernel that torch takes, or why it takes none.
 """
 
 from collections.abc import Callable
@@ -15,15 +15,17 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import resolve_name
+from torch.overrides import TorchFunctionMode, resolve_name
 
 from halfstep.core.audit.coverage import Coverage, Row
+from halfstep.core.errors import warn_caller
 from halfstep.torch.convert.functions.entry import Entry, Scope, Skip, tensors_of
 from halfstep.torch.convert.functions.mode import WATCHERS
 from halfstep.torch.convert.functions.table import ATTENTION, SENSITIVE, is_arithmetic
+from halfstep.torch.instruments.collect.counts import Counts
 from halfstep.torch.instruments.replay import RunningModules, extra_pass
 from halfstep.torch.numerics import attention
-from halfstep.torch.numerics.dtypes import NARROW
+from halfstep.torch.numerics.dtypes import NARROW, format_of
 from halfstep.torch.numerics.lowering import bypass_mode, to_compute
 
 
@@ -32,21 +34,44 @@ def record(model: nn.Module, loss_fn: Callable[[Any], Any], batch: Any) -> Cover
     counts: dict[Row, int] = {}
     running = RunningModules()
 
+    def add(row: Row) -> None:
+        counts[row] = counts.get(row, 0) + 1
+
     def watch(scope: Scope, func: Any, args: Any, kwargs: Any, entry: Entry | None, why: str) -> None:
         how = _how(scope, func, args, kwargs, entry, why)
         if how is not None:
             kernel = _kernel(scope, args, kwargs) if func is F.scaled_dot_product_attention else ""
-            inside = (running.names[-1] or "the model") if len(running.names) > 1 else ""
-            row = Row(_function(func), inside, how[0], how[1] + kernel)
-            counts[row] = counts.get(row, 0) + 1
+            add(Row(_function(func), _inside(running), how[0], how[1] + kernel))
 
     WATCHERS.append(watch)
     try:
-        with extra_pass(model), running.follow(model):
+        with extra_pass(model), running.follow(model), _CountMode(running, add):
             loss_fn(batch)
     finally:
         WATCHERS.remove(watch)
     return Coverage(tuple(row._replace(calls=calls) for row, calls in counts.items()))
+
+
+class _CountMode(TorchFunctionMode):
+    """Sees each function after it has run, and reports positions that were counted in a narrow format."""
+
+    def __init__(self, running: RunningModules, add: Callable[[Row], None]):
+        super().__init__()
+        self._running, self._add, self._counts = running, add, Counts()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        count = self._counts.see(func, args, kwargs or {}, result)
+        if count is not None and (rounded := int(count.rounded)):
+            fmt, module = format_of(count.dtype), _inside(self._running)
+            why = f"counts in {fmt}, which rounds {rounded} of {count.elements} positions: count in integers"
+            warn_caller(f"`{count.function}` {why}" + (f" (`{module}`)" if module else ""))
+            self._add(Row(count.function, module, "unchanged", why))
+        return result
+
+
+def _inside(running: RunningModules) -> str:
+    return (running.names[-1] or "the model") if len(running.names) > 1 else ""
 
 
 def _how(

@@ -56,10 +56,10 @@ def find(
                 loss, weight = given if isinstance(given, tuple) else (given, 1.0)
                 if watch.cause is None and not _is_finite(loss):
                     watch.keep_cause(Cause("forward", "the loss itself; what the model gave it is finite"), loss)
-                if watch.cause is None or not alone:
-                    (loss.float() / weight * scale).backward()
+                (loss.float() / weight * scale).backward()
             if cause is None and watch.cause is not None:
-                cause = replace(watch.cause, micro_batch=number)
+                loss_alone = watch.finite_gradients and not _is_finite(loss)
+                cause = replace(watch.cause, micro_batch=number, loss_alone=loss_alone)
             if alone and cause is not None:
                 return cause
         for rank, found in enumerate([] if alone else from_all_ranks(cause)):
@@ -100,6 +100,7 @@ class _FirstFailure:
 
     def __init__(self, model: nn.Module):
         self.cause: Cause | None = None
+        self.finite_gradients = True
         running = RunningModules()
         self.origins = Origins(running)
         self.hooks = running.follow(model)  # until the stack is closed
@@ -147,8 +148,10 @@ class _FirstFailure:
                 self.hooks.callback(tensor.register_hook(hook).remove)
 
     def _see_gradient(self, what: str, module: str, gradient: Tensor) -> None:
-        if self.cause is None and not _is_finite(gradient, masks=False):
-            self.keep_cause(Cause("backward", f"gradient of {what}", module), gradient)
+        if self.finite_gradients and not _is_finite(gradient, masks=False):
+            self.finite_gradients = False
+            if self.cause is None:
+                self.keep_cause(Cause("backward", f"gradient of {what}", module), gradient)
 
     def _describe(self, name: str, module: nn.Module, inputs: Any) -> str:
         largest = max((float(t.detach().abs().max()) for t in _float_tensors(inputs) if t.numel()), default=None)

@@ -40,6 +40,16 @@ _SMALL = 2**16  # numbers: below, a conversion costs more in calls than in arith
 _MOST_LAYOUTS = 64  # a mixture of experts may update another list of parameters at each step
 
 
+def cast_error(name: str, was: torch.dtype, now: torch.dtype) -> ModelChangedError:
+    """Returns the error for a parameter that was cast after a policy was applied to its model."""
+    return ModelChangedError(
+        f"`{name}` was {was} when the model was prepared, and is {now} now: the model was cast, as by .half(), "
+        ".float() or .to(dtype)",
+        hint="the policy casts by itself, and what a cast has rounded is lost: leave the dtype as it is; load the "
+        "weights again, and prepare the model again",
+    )
+
+
 class Layout(NamedTuple):
     """How each parameter of a list is held."""
 
@@ -113,8 +123,12 @@ class Masters:
             return
         self._check_shapes()
         for p in self.halves:
-            if p.dtype in (torch.bfloat16, torch.float32):  # others are refused as casts
-                check_write(p, self.names[p])
+            data = DATA.__get__(p)
+            if p.dtype not in (torch.bfloat16, torch.float32) or (
+                p.dtype is torch.float32 and torch.equal(data, data.bfloat16().float())
+            ):
+                raise cast_error(self.names[p], torch.bfloat16, p.dtype)
+            check_write(p, self.names[p])
 
     def accept_writes(self) -> None:
         """Takes what other code wrote to the bf16 half of a split master as its new value."""

@@ -125,7 +125,8 @@ class Accumulation:
             share = weight / cast(float, self._reference)
         scaled = loss.float() * (share * scale) if self._scaled else times(loss.float(), share)
         self._backward(scaled, retain_graph)
-        weighted = share * loss.detach().float()
+        shown = loss.detach().float()
+        weighted = share * (torch.where(share > 0, shown, 0.0) if isinstance(share, Tensor) else shown)
         self.losses = weighted if first else self.losses + weighted
         self.weights = 1.0 if normalized else self.weights + share
         self._take(parameters)

@@ -13,7 +13,8 @@ call it again, and are refused.
 
 So the update is the run's, bit for bit, skipped or not. Where it would not be, the step is refused (`why_not`). A
 schedule that the loop steps itself moves after a skipped update too, as in torch; `Run.scheduler_step` waits. What
-stays unseen is the loss: that it is in the policy's format, `Run.backward` checks.
+stays unseen is the loss: that it is in the policy's format, which `Run.backward` checks, and that it is finite,
+which `Run.update` does.
 """
 
 import math

@@ -30,7 +30,7 @@ from halfstep.torch.numerics.shards import is_shard
 from halfstep.torch.numerics.split.operand import values_of
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import Driver, GradNorm, StockDriver, check_optimizers, driver_of, held_by
-from halfstep.torch.optim.masters import PREPARE_AGAIN, Averages, Masters
+from halfstep.torch.optim.masters import PREPARE_AGAIN, Averages, Masters, cast_error
 from halfstep.torch.parallel.ranks import copies, num_ranks, same_as_rank_0, wrappers_of
 from halfstep.torch.parallel.sizes import Sent, gradient_traffic, shard_traffic
 from halfstep.torch.parallel.wire import averaging_hook
@@ -284,10 +284,12 @@ class RunParts:
         ):
             return
         for p, dtype, shape in zip(self.parameters, self._dtypes, self._shapes, strict=True):
-            if p.requires_grad and (p.dtype is not dtype or not self._has_master(p)):
+            if p.requires_grad and p.dtype is not dtype:
+                raise cast_error(self.masters.names[p], dtype, p.dtype)
+            if p.requires_grad and not self._has_master(p):
                 raise ModelChangedError(
                     f"`{self.masters.names[p]}` is {p.dtype}, and no master of it is kept",
-                    hint="a policy casts by itself: cast, unfreeze or add it before prepare()",
+                    hint="unfreeze or add it before prepare()",
                 )
             if p.shape != shape:  # moments have the old shape, and fused kernels walk through memory by either
                 raise ModelChangedError(

@@ -7,7 +7,7 @@
 One norm of the sum serves the finite check and the clipping: it is finite exactly if every gradient is and none is
 beyond 1.8e19, which no step survives. Nothing here reads a number from the device, except drivers of optimizers
 that cannot skip there. A step that is not finite changes the scale alone: no parameter, state or running
-statistic.
+statistic. One with a loss that is not finite, and gradients that are, does not even change the scale.
 
 The engine knows no instrument. What watches a run is its `watching` and is called around each backward
 pass and each update.
@@ -19,13 +19,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from halfstep.core.errors import BatchError, HalfstepError, RunStateError
 from halfstep.core.formats import FP32
-from halfstep.core.refusal import call_error, step_error
+from halfstep.core.refusal import call_error, no_batches_error, step_error
 from halfstep.core.scaling import DynamicScale, NoScale
 from halfstep.torch.convert.apply import set_precision
 from halfstep.torch.convert.resolve import resolve
@@ -51,7 +52,7 @@ class StepResult:
     """What one update did, in device scalars: reading one waits for the device."""
 
     loss: Tensor  # mean over the tokens of all micro-batches
-    skipped: Tensor  # bool: the gradients were not finite
+    skipped: Tensor  # bool: a gradient or a loss was not finite
     scale: Tensor  # the scale that was used
     grad_norm: Tensor  # after unscaling, before clipping
     stuck: Tensor  # bool: not finite, and the scale is at its floor
@@ -87,8 +88,9 @@ class Engine(RunParts):
     def step(self, loss_fn: LossFn, micro_batches: Iterable[Any]) -> StepResult:
         """Makes one update from micro-batches; `loss_fn` returns a mean loss, or (sum of losses, num tokens)."""
         self._check_trains()
-        if isinstance(micro_batches, Tensor | dict) or not callable(loss_fn):
-            raise step_error(loss_fn, micro_batches)
+        if isinstance(micro_batches, Tensor | dict | np.ndarray) or not callable(loss_fn):
+            cast = "torch.from_numpy" if isinstance(micro_batches, np.ndarray) else ""
+            raise step_error(loss_fn, micro_batches, cast)
         if self.graph is None:
             return self._plain_step(loss_fn, micro_batches)
         batches = list(micro_batches)
@@ -107,7 +109,7 @@ class Engine(RunParts):
         # Only a dynamic scale has a floor, at which `check` runs the step again.
         kept: list[Any] = []
         self._last = (loss_fn, kept) if isinstance(self.policy.scale, DynamicScale) else None
-        has_peers, batch = self.sharded is not None or num_ranks() > 1, None
+        has_peers, batch, last = self.sharded is not None or num_ranks() > 1, None, False
         try:
             self.make_casts()
             for batch, last in mark_last(micro_batches):
@@ -125,6 +127,8 @@ class Engine(RunParts):
                     total, weight = check_pair(given)
                     given = total / divisor(weight)
                 self._accumulate(given, weight, last=last)
+            if not last:
+                raise no_batches_error()
             return self.update()
         except BaseException as error:
             begun = self.accumulation.begun
@@ -230,13 +234,14 @@ class Engine(RunParts):
         if num_ranks() > 1:
             scaled_norm, weights, losses, bad_rank = agree(scaled_norm, self.num_copies, weights, losses)
         # Weights that are on the device may all be zero.
-        finite = (scaled_norm / weights if isinstance(weights, Tensor) else scaled_norm) < math.inf
+        judged = scaled_norm / weights if isinstance(weights, Tensor) else scaled_norm
         if self.user_gradients.finite is not None:
-            finite &= self.user_gradients.finite
-        skipped, used = ~finite, self.scale_state.scale
-        inv_scale: Tensor | float = 1.0
+            judged = torch.where(self.user_gradients.finite, judged, math.inf)
+        used, inv_scale = self.scale_state.scale, 1.0
         if not isinstance(self.policy.scale, NoScale):
-            inv_scale, self.scale_state = self.policy.scale.judge(self.scale_state, finite, torch)
+            inv_scale, self.scale_state = self.policy.scale.judge(self.scale_state, judged < math.inf, torch)
+        finite = torch.add(judged, losses, alpha=0) < math.inf  # zero times a loss that is not finite is NaN
+        skipped = ~finite
         factor = inv_scale / weights if self.user_gradients.finite is None else 1.0
         norm = times(scaled_norm, factor)
         if self.watching is not None:

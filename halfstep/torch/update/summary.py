@@ -6,6 +6,7 @@ from typing import cast
 import torch
 
 from halfstep.core.audit.coverage import some
+from halfstep.core.choice.layers import with_outcome
 from halfstep.core.formats import FP16, FP32
 from halfstep.core.roles import print_value
 from halfstep.torch.convert.fp8_choice import uses_history
@@ -41,7 +42,11 @@ def summarize(run: RunParts) -> list[str]:
         _optimizers,
     )
     note = [f"  {run.note}"] if run.note else []
-    return [str(run.policy), *note, *(line for part in parts for line in part(run))]
+    return [
+        with_outcome(run.policy, run.conversion.measured.outcome),
+        *note,
+        *(line for part in parts for line in part(run)),
+    ]
 
 
 def _modules(run: RunParts) -> Iterator[str]:

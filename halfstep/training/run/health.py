@@ -1,8 +1,7 @@
 """Bad steps: which steps went wrong, how many in a row, and which checkpoint is still good.
 
-A step whose gradients are not finite was skipped on the device; it is counted here. A step whose loss alone is not
-finite counts too: nothing was skipped, and nothing useful was learned. With m the median of the last 32 losses
-that did not spike (8 at least), a step spikes when
+A step whose gradients or loss were not finite was skipped on the device; it is counted here. With m the median of
+the last 32 losses that did not spike (8 at least), a step spikes when
 
     loss > m + threshold          in nats per token
 
@@ -87,7 +86,7 @@ class Health:
 
     def __init__(self, rollback: float):
         self.spikes = Spikes(rollback)
-        self.in_a_row = 0  # steps that were skipped, or whose loss was not finite
+        self.in_a_row = 0  # steps that were skipped
         self.good = 0
         self.shift = 0
         self._rollbacks: Counter[int] = Counter()
@@ -96,10 +95,7 @@ class Health:
         """Records the numbers of a step; returns what is wrong with it."""
         if numbers["skipped"]:
             self.in_a_row += 1
-            return "skip"
-        if not math.isfinite(numbers["loss"]):  # its gradients were finite: the update was applied
-            self.in_a_row += 1
-            return "not_finite"
+            return "not_finite" if math.isfinite(numbers["grad_norm"]) else "skip"
         self.in_a_row = 0
         if self.spikes.observe(numbers["loss"]):
             return "spike"

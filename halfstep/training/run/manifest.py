@@ -212,6 +212,7 @@ class RunContext:
             "halfstep": __version__,
             **{key: known[key] for key in ("config", "schedule", "choice", "init")},
             "policy": self._policy_text,
+            "outcome": self.session.outcome,
             "changes": self.changes,
             "backend": {"name": config.backend, "version": known["versions"][config.backend]},
             "device": {"kind": device.kind, "name": device.name},

@@ -2,7 +2,7 @@
 
 gradients not finite, once       the update was skipped on the device; an event names shards and offsets
   and no loss scale explains it    the step runs again to find what made it: a `cause` event and a line
-only the loss not finite         the same, except that nothing was skipped
+only the loss not finite         the same, and the loss scale stays
 a loss scale low and falling     an alarm, once per fall: an event, a line and a row of the page
 a loss scale at its floor        the run stops, names the first bad tensor and leaves a checkpoint
 HOPELESS times in a row          the same: the step runs again to name the tensor; a good checkpoint is kept
@@ -56,11 +56,11 @@ class Responder:
     def check(self, step: int, numbers: Mapping[str, float]) -> None:
         """Raises RollBackError if the last steps should be given up, ScalingError if nothing helps."""
         health, scale = self.health, numbers["scale"]
-        message = self.alarm.observe(scale, falling=bool(numbers["skipped"]))
+        fault = health.observe(step, numbers)
+        message = self.alarm.observe(scale, falling=fault == "skip")
         if message:
             self.checkpointer.events.write("low_scale", step=step, scale=scale, message=message)
             self.checkpointer.bar.note(f"warning: step {step}: {message}")
-        fault = health.observe(step, numbers)
         if fault is None:
             return
         ranks, where = self._locate(step, numbers)
@@ -81,7 +81,8 @@ class Responder:
         ordinary = numbers["scale"] > 1 and math.isfinite(numbers["loss"])
         if health.in_a_row == 1 and not ordinary:
             place = f"`{where[0]['file'].strip('`')}` at token {where[0]['offsets'][0]}"
-            then = "was not finite and was skipped" if fault == "skip" else "had a loss that is not finite"
+            what = "was" if fault == "skip" else "had a loss that is"
+            then = f"{what} not finite and was skipped"
             on = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
             self.checkpointer.bar.note(f"step {step} {then}{on}; its data begins in {place}")
         if health.is_hopeless:

@@ -2,9 +2,10 @@
 
 Every line has `event`, its kind, and `time`, Unix seconds. The kinds and their fields:
 
-    start        halfstep (version), config (table), policy (text), choice ({preset, reason} or null), backend
-                 ({name, version}), device ({kind, name}), ranks (processes that share the run),
-                 parameters, tokens_per_step, resumed_from (or null),
+    start        halfstep (version), config (table), policy (text), outcome (how many matmuls run in fp8 and
+                 why no more do, if that is less than the policy's name says; else empty), choice ({preset,
+                 reason} or null), backend ({name, version}), device ({kind, name}), ranks (processes that
+                 share the run), parameters, tokens_per_step, resumed_from (or null),
                  schedule ([{from, policy}]: the policies of the run, each from after so many steps on; `policy`
                  is that of the step it starts from),
                  changes ([{step, settings: {name: [before, after]}}]: what was changed where it resumed), init
@@ -21,7 +22,7 @@ Every line has `event`, its kind, and `time`, Unix seconds. The kinds and their 
     save_failed  step, message; earlier checkpoints are whole, training continues, the next save tries again
     skip         step, loss, grad_norm, in_a_row, scale, where ([{file, offsets}]): gradients were not finite;
                  ranks (the first whose own loss was not finite: `where` is its data) if processes share the run
-    not_finite   the same of a step whose loss was not finite and whose gradients were: its update was applied
+    not_finite   the same of a step whose loss was not finite and whose gradients were: it was skipped
     low_scale    step, scale, message: the loss scale is low and falling; at its floor the run stops
     spike        step, loss, median, in_a_row, where: a loss above the recent ones by more than training.rollback
     rollback     step (it happened at), to (step of the checkpoint), skipped_data (updates' worth), message
@@ -42,7 +43,8 @@ Every line has `event`, its kind, and `time`, Unix seconds. The kinds and their 
     cause        step, pass ("forward", "backward", "reduction" or null), operation, module, micro_batch, rank
                  (each or null), where ([{file, offsets}]), message: the first operation that went wrong
     artifact     path, bytes, limit (or null), over (bytes), loss and bits_per_byte, each _before and _after
-    policy       step, policy (text): the steps after this one have another policy, by the schedule or a rollback
+    policy       step, policy and outcome (as in `start`): the steps after this one have another policy, by the
+                 schedule or a rollback
     warning      message
     stop         step, reason, saved (step of the newest complete checkpoint, or null), and totals
     end          step, seconds, loss, validation_loss, bits_per_byte, tokens_per_second, and totals: where the time
@@ -98,6 +100,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "start": {
         "config": Mapping[str, Any],
         "policy": str,
+        "outcome": str | None,
         "choice": Mapping[str, str] | None,
         "changes": tuple[SettingsChange, ...],
         "schedule": tuple[Mapping[str, Any], ...],
@@ -133,7 +136,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     },
     "finding": {**_STEP, "rule": str, "message": str},
     "cause": {**_STEP, "pass": str | None, "message": str},
-    "policy": {**_STEP, "policy": str},
+    "policy": {**_STEP, "policy": str, "outcome": str | None},
     "warning": {"message": str},
     "stop": {**_DONE, "reason": str, "saved": Count | None},
     "end": {**_DONE, "seconds": float | None, "loss": float | None, "validation_loss": float | None},

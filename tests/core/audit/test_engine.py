@@ -27,7 +27,7 @@ def full():
         ],
         buffers=[Buffer("rope", "bf16", "rope", "f:2", "fp32")],
         operations=[
-            Operation("n", "norm", ["bf16"], ["fp32"], "fp32", 2, 1.5, 3, 4, "f:3", True, True, 9, "rsqrt")
+            Operation("n", "norm", ["bf16"], ["fp32"], "fp32", 2, 1.5, 3, 4, "f:3", True, True, 9, "rsqrt", 5)
         ],
         calls=[Call("clip", 2, "0", True, "f:4", {"norm": 1.0}, "bf16", ["a"])],
         switches={"allow_tf32": True},

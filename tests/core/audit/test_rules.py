@@ -219,6 +219,11 @@ HAZARDS = {  # rule: what it must find, what it must not, and the names that the
         record(product("moe.up"), Operation("moe.up", "matmul", inside="bf16", backward=True)),
         ["moe.router"],
     ),
+    "HS412": (
+        record(Operation("embed", "positions", inside="bf16", function="cumsum", rounded=700, elements=1024)),
+        record(Operation("embed", "positions", inside="bf16", function="cumsum", elements=1024)),
+        ["embed"],
+    ),
     "HS410": (record(gradient(90)), record(gradient(10)), ["blocks.2.up"]),
 }
 

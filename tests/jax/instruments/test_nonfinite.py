@@ -65,3 +65,12 @@ def test_what_is_replaced_and_masks_are_no_failure_and_weights_and_micro_batches
 def test_a_sum_that_overflows_is_a_reduction():
     cause = find_cause(lambda p, x: jnp.sum(p["w"] * x), {"w": jnp.ones(1)}, [jnp.full(1, 3e38)] * 2, 1.0)
     assert str(cause) == "reduction: the sum of gradients of `w`; of each micro-batch they are finite"
+
+
+def test_a_loss_that_alone_is_not_finite_is_named_as_such():
+    alone = "; the loss was not finite, its gradients were"
+    plain = model(lambda x: x)
+    cause = find_cause(lambda params, x: plain(params, x) - jnp.sum(1 / (x * 0)), PARAMS, [X], 1.0)
+    assert (cause.where, cause.micro_batch) == ("forward", 0)
+    assert str(cause).endswith(alone)
+    assert alone not in str(find_cause(model(lambda x: jnp.exp(x * 0 + 1e4)), PARAMS, [X], 1.0))

@@ -4,9 +4,11 @@ import math
 
 import mlx.core as mx
 import numpy as np
+from mlx import nn, optimizers
 
 from halfstep.config.load import load
 from halfstep.core.policy import Policy
+from halfstep.mlx.run import prepare
 from halfstep.mlx.session import Session
 
 SMALL = ["model.context=8", "model.layers=2", "model.width=16", "model.heads=2", "training.batch=2"]
@@ -29,3 +31,12 @@ def test_a_layer_is_named_forward_and_backward_and_nothing_is_left_behind():
     up.weight = own
     assert {name: bytes(array.data) for name, array in made.state().items()} == before
     assert made.blame(TOKENS, scale=3e38).where == "backward"
+
+
+def test_a_loss_that_alone_is_not_finite_is_named_as_such():
+    model = nn.Linear(2, 1)
+    run = prepare(model, optimizers.SGD(0.1), "fp32")
+    alone = "; the loss was not finite, its gradients were"
+    cause = run.blame(lambda model, x: model(x).mean() - math.inf, [mx.ones((1, 2))])
+    assert str(cause) == "forward: the loss" + alone
+    assert str(run.blame(lambda model, x: model(x).mean() * math.inf, [mx.ones((1, 2))])) == "forward: the loss"

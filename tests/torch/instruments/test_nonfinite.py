@@ -66,6 +66,16 @@ def test_the_loss_the_input_the_micro_batch_and_masks_are_distinguished_from_the
     assert cause.where == "nowhere"
 
 
+def test_a_loss_that_alone_is_not_finite_is_named_as_such():
+    model, alone = Model(), "; the loss was not finite, its gradients were"
+    cause = find(model, lambda x: model(x).mean() - float("inf"), [torch.ones(2, 4)], 1.0)
+    assert str(cause).startswith("forward: the loss itself; what the model gave it is finite; made by `sub`")
+    assert str(cause).endswith(alone)
+    assert cause.micro_batch == 0
+    assert cause.to_dict()["message"] == str(cause)
+    assert alone not in str(find(model, lambda x: model(x).mean() * float("inf"), [torch.ones(2, 4)], 1.0))
+
+
 def test_backward_the_first_gradient_is_named_and_nothing_is_left_behind():
     model = Model()
 

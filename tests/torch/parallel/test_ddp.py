@@ -1,5 +1,6 @@
 """DDP: policies that change, what travels, and numbers that are not finite on one rank."""
 
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -91,8 +92,8 @@ def with_nan_on_one_rank(shape, where):
 
     def loss_fn(rows):
         loss = jobs.loss_of(wrapped)(rows)
-        if bad and where == "loss":
-            return loss * float("nan")
+        if bad and where != "gradient":
+            return loss * float("nan") if where == "loss" else loss - float("inf")
         if bad:
             loss.register_hook(lambda grad: grad * float("inf"))
         return loss
@@ -101,21 +102,27 @@ def with_nan_on_one_rank(shape, where):
         result = run.step(loss_fn if step == 1 else jobs.loss_of(wrapped), jobs.batches(step, 2))
         rows.append((bool(result.skipped), float(result.scale), int(result.bad_rank)))
         if step == 1:
-            with pytest.raises(ScalingError) as caught:
+            with pytest.raises(ScalingError) if where != "loss alone" else nullcontext() as caught:
                 run.check(result)
-    return rows, str(caught.value), jobs.whole(run.model)
+    said = str(caught.value) if caught else str(run.blame(loss_fn, jobs.batches(1, 2)))
+    return rows, said, jobs.whole(run.model)
 
 
 @pytest.mark.parametrize(
-    ("shape", "where"), jobs.few([*product((None, ()), ("loss", "gradient"))], (None, "gradient"), ((), "loss"))
+    ("shape", "where"),
+    jobs.few(
+        [*product((None, ()), ("loss", "gradient", "loss alone"))],
+        *((None, "gradient"), ((), "loss"), (None, "loss alone"), ((), "loss alone")),
+    ),
 )
 def test_a_nan_on_one_rank_skips_the_step_on_all_and_names_the_rank(ranks, shape, where):
     (first, said, weights), (second, same, others) = ranks(with_nan_on_one_rank, 2, shape, where)
-    rank = 1 if where == "loss" else -1
+    rank = -1 if where == "gradient" else 1
     assert first == second == [(False, 2.0, -1), (True, 2.0, rank), (False, 2.0, -1)]
     assert all(torch.equal(weights[name], others[name]) and weights[name].isfinite().all() for name in weights)
     assert said == same
-    assert "rank 1: " + {"loss": "forward: the loss itself", "gradient": "backward: gradient of"}[where] in said
+    assert "rank 1: " + ("backward: gradient of" if where == "gradient" else "forward: the loss itself") in said
+    assert said.endswith("; the loss was not finite, its gradients were") == (where == "loss alone")
 
 
 def blamed(shape):

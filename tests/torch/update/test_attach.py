@@ -120,7 +120,7 @@ def written(model):
 
 CHANGED = {
     "added or replaced since": replaced,
-    "no master of it is kept": cast,
+    "the model was cast": cast,
     "had the shape": resized,
     "outside of run.edit": written,
 }

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.core.errors import HalfstepError, ModelChangedError
+from halfstep.core.errors import HalfstepError
 from halfstep.torch import AdamW
 from halfstep.torch.run import prepare
 from tests.refusals import refuses
@@ -89,10 +89,18 @@ def test_new_parameters_without_a_gradient_or_removed_again_are_ignored_and_the_
     assert run.weights()["table.weight"].shape == (12, 16)
 
 
-@pytest.mark.parametrize("cast", ["half", "bfloat16", "double"])
-@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-mixed,param=fp32:split", "fp16-mixed"])
-def test_a_model_that_was_cast_is_refused(policy, cast):
-    run, model = prepared(policy)
+@pytest.mark.parametrize(
+    "policy", ["fp32", "bf16-mixed", "bf16-mixed,param=fp32:split", "bf16-true", "fp16-mixed"]
+)
+@pytest.mark.parametrize("cast", ["half", "bfloat16", "float", "double"])
+def test_a_cast_of_a_prepared_model_is_called_that_whatever_the_policy(policy, cast):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
+    before = {name: p.dtype for name, p in model.named_parameters()}
     getattr(model, cast)()
-    with pytest.raises(ModelChangedError):
-        run.step(loss(model), [X])
+    if all(p.dtype is before[name] for name, p in model.named_parameters()):
+        run.step(lambda x: model(x).float().square().mean(), [torch.randn(2, 4)])
+        return
+    now = next(p.dtype for name, p in model.named_parameters() if p.dtype is not before[name])
+    with refuses(HalfstepError, f"and is {now} now: the model was cast", "the policy casts by itself"):
+        run.step(lambda x: model(x).float().square().mean(), [torch.randn(2, 4)])

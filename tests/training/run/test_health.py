@@ -67,8 +67,8 @@ def test_a_restored_memory_decides_as_the_first_would(before, after):
     assert one.state() == other.state()
 
 
-def step(loss=3.0, skipped=0):
-    return {"loss": loss, "skipped": skipped}
+def step(loss=3.0, skipped=0, grad_norm=math.nan):
+    return {"loss": loss, "skipped": skipped, "grad_norm": grad_norm}
 
 
 def test_the_good_step_stays_while_later_ones_are_bad():
@@ -76,6 +76,7 @@ def test_the_good_step_stays_while_later_ones_are_bad():
     for number in range(1, 11):
         assert health.observe(number, step()) is None
     assert health.good == 9  # the update of step 10 may have ruined what it left
+    assert health.observe(10, step(loss=math.inf, skipped=1, grad_norm=1.0)) == "not_finite"
     assert health.observe(11, step(skipped=1)) == "skip"
     assert health.good == 9
     assert health.observe(12, step()) is None

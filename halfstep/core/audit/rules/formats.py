@@ -297,6 +297,29 @@ def check_backward(rule: Rule, record: Record) -> Iterator[Finding]:
             yield rule.finding_on_operation(op, message)
 
 
+@define_rule(
+    "HS412",
+    "positions counted below fp32",
+    "error",
+    shows="The positions that were rounded, and their share.",
+    what="Positions are counted in bf16 or fp16, and become integers: `ones_like(x[..., 0]).cumsum(1).long()`.",
+    why="bf16 has every whole number to 256 only, fp16 to 2048. Beyond, tokens share positions: of 1024, half are "
+    "left. The loss falls all the same.",
+    fix="Count in integers: `torch.arange(length, device=x.device)`, or `mask.long().cumsum(1)`.",
+)
+def check_positions(rule: Rule, record: Record) -> Iterator[Finding]:
+    """Yields one finding per module and function."""
+    for op in _forward(record, "positions"):
+        if op.rounded:
+            at = f" in `{op.module}`" if op.module else ""
+            share = op.rounded / op.elements if op.elements else 0.0
+            yield rule.finding_on_operation(
+                op,
+                f"`{op.function}`{at} counts in {op.inside}, which rounds {op.rounded} of {op.elements} positions",
+                evidence={"rounded": op.rounded, "elements": op.elements, "share": share},
+            )
+
+
 def _narrow(record: Record, kind: OperationKind) -> list[Operation]:
     """Returns the operations of the forward pass that compute below fp32."""
     return [op for op in _forward(record, kind) if is_narrow(op.inside)]

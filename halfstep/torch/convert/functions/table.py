@@ -11,6 +11,8 @@
     conv1d, bilinear, ...              the same, but the weight gradient leaves the kernel in compute
     embedding                          rows of the master, in compute
     x + p, x * p, cat, where, ...      with a parameter p: in fp32, then in compute; p does not promote the stream
+    fft, inv, svd, cdist, ...          in fp32, inside and out: torch has them in no narrower format (FP32_ONLY)
+    index_add, scatter, ...            what is added is cast to what it is added to, as torch requires
 
 What runs unchanged: a product of fp32 tensors of which none is a parameter (angles of rotary positions), one of
 parameters only, an island that gets fp32 already, everything else (`run.coverage` lists them).
@@ -179,6 +181,38 @@ def _mix(scope: Scope, func: Any, args: Any, kwargs: Any) -> Any:
     return y if all(is_weight(t) for t in floats) else to_compute(y, scope.casts)
 
 
+def _mix_widened(scope: Scope, func: Any, args: Any, kwargs: Any) -> Any:
+    """As `_mix`, of functions that refuse two dtypes."""
+    return to_compute(_in_fp32(scope, func, args, kwargs), scope.casts)
+
+
+# --- what torch refuses: narrow operands, or operands of two dtypes
+
+
+def _skip_wide(scope: Scope, args: Any, kwargs: Any) -> str:
+    if kwargs.get("out") is not None:
+        return Skip.OUT
+    return "" if any(t.dtype in NARROW for t in tensors_of(args, kwargs)) else Skip.GIVEN_FP32
+
+
+def _in_fp32(scope: Scope, func: Any, args: Any, kwargs: Any) -> Any:
+    args, kwargs = map_tensors(lambda t: join_if_split(t).float(), (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _skip_alike(scope: Scope, args: Any, kwargs: Any) -> str:
+    floats = [t for t in tensors_of(args, kwargs) if t.dtype in FLOATS]
+    alike = len({t.dtype for t in floats}) < 2 and not any(map(_is_split_tensor, floats))
+    return Skip.NOT_MIXED if alike else ""
+
+
+def _in_dtype_of_first(scope: Scope, func: Any, args: Any, kwargs: Any) -> Any:
+    args, kwargs = map_tensors(join_if_split, (args, kwargs))
+    dtype = next(tensors_of(args, kwargs)).dtype
+    args, kwargs = map_tensors(lambda t: t.to(dtype), (args, kwargs))
+    return func(*args, **kwargs)
+
+
 def _skip_view(scope: Scope, args: Any, kwargs: Any) -> str:
     for given in args:
         if type(given) is not Tensor and _is_split_tensor(given):
@@ -210,6 +244,29 @@ _VIEWS = (
     "clone sum mean norm exp abs square pow tanh sigmoid repeat tile masked_fill roll flip diagonal"
 )
 METHODS = (torch, Tensor)
+# As under autocast. Of those that have a narrow kernel on some device, torch computes the others in fp32 too.
+FP32_ONLY = [
+    *named(
+        "fft ifft rfft irfft hfft ihfft fft2 ifft2 rfft2 irfft2 hfft2 ihfft2 fftn ifftn rfftn irfftn hfftn ihfftn",
+        torch.fft,
+    ),
+    *named(
+        "cholesky cholesky_ex cond det eig eigh eigvals eigvalsh householder_product inv inv_ex ldl_factor "
+        "ldl_solve lstsq lu lu_factor lu_solve matrix_norm matrix_rank pinv qr slogdet solve solve_ex "
+        "solve_triangular svd svdvals tensorinv tensorsolve",
+        torch.linalg,
+    ),
+    *named(
+        "cdist cholesky cholesky_inverse cholesky_solve complex det geqrf inverse istft logdet nanquantile orgqr "
+        "ormqr pinverse polar qr quantile slogdet stft svd triangular_solve view_as_complex",
+        *METHODS,
+    ),
+    *named("avg_pool3d grid_sample pdist", F),
+]
+_INDEXED = (
+    "index_add index_copy index_put index_reduce masked_scatter put scatter scatter_add scatter_reduce index_add_ "
+    "index_copy_ index_put_ index_reduce_ masked_scatter_ put_ scatter_ scatter_add_ scatter_reduce_"
+)
 
 TABLE: dict[Any, Entry] = {
     **dict.fromkeys(named(SOFTMAX, F, torch.special, *METHODS), _island("softmax")),
@@ -227,8 +284,16 @@ TABLE: dict[Any, Entry] = {
     F.embedding: Entry(_skip_rows, _rows, "rows of the master, in compute"),
     **dict.fromkeys(named(_TWO, *METHODS), Entry(_skip_two, _mix, "fp32 inside, compute out")),
     **dict.fromkeys(
-        named("cat concat concatenate stack hstack vstack where lerp addcmul", *METHODS),
+        named("cat concat concatenate stack hstack vstack where addcmul", *METHODS),
         Entry(_skip_many, _mix, "fp32 inside, compute out"),
+    ),
+    **dict.fromkeys(
+        [*named("cross lerp prelu", F, torch.linalg, *METHODS), torch.linalg.vecdot],
+        Entry(_skip_many, _mix_widened, "fp32 inside, compute out"),
+    ),
+    **dict.fromkeys(FP32_ONLY, Entry(_skip_wide, _in_fp32, "fp32 inside and out, as under autocast")),
+    **dict.fromkeys(
+        named(_INDEXED, *METHODS), Entry(_skip_alike, _in_dtype_of_first, "in the dtype of the first")
     ),
 }
 # In models with split masters: views of a split parameter are views of the joined master, with an fp32 gradient.

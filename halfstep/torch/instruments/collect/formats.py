@@ -244,7 +244,7 @@ class Formats:
             self._see(function, args, kwargs, result, stack[-1][0])
 
     def _see(self, function: Any, args: Any, kwargs: Any, result: Any, where: Where) -> None:
-        out = next(tensors_of(result), None)
+        out = result if isinstance(result, Tensor) else next(tensors_of(result), None)
         if out is None or torch._C._functorch.is_functorch_wrapped_tensor(out):  # type: ignore[attr-defined]
             return
         autocast = torch.is_autocast_enabled(out.device.type)

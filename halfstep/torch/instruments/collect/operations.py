@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from halfstep.core.audit.record import Operation
 from halfstep.core.torch_functions import KERNELS, LOSSES, NORMS, SOFTMAX, named
 from halfstep.torch.instruments.collect import tensors
+from halfstep.torch.instruments.collect.counts import Count, Counts
 from halfstep.torch.instruments.collect.tensors import format_name, is_narrow, local, tensors_of
 
 _PLACES = (torch, torch.Tensor)
@@ -89,6 +90,7 @@ class _Tally:
     operation: Operation
     amax: Tensor | None = None
     overflow: Tensor | None = None
+    rounded: Tensor | int = 0
 
     def add(self, inputs: list[Tensor], out: Tensor) -> None:
         """Adds the numbers of a result; what is not finite counts if the inputs were, masks among them."""
@@ -109,6 +111,7 @@ class _Tally:
         """Returns the operation with its numbers."""
         if self.amax is not None and self.overflow is not None:
             self.operation.amax, self.operation.overflow = float(self.amax), int(self.overflow)
+        self.operation.rounded = int(self.rounded)
         return self.operation
 
 
@@ -118,6 +121,7 @@ class Operations:
     def __init__(self) -> None:
         self._tallies: dict[tuple[Any, ...], _Tally] = {}
         self._marks: Any = WeakTensorKeyDictionary()  # of a tensor: "exp", "sum" or where it was promoted
+        self._counts = Counts()
         self.calls = 0  # of functions that have a kind
         self.fp8 = 0
 
@@ -134,6 +138,9 @@ class Operations:
     ) -> None:
         """Adds one call."""
         kind = KINDS.get(function)
+        given, options = args
+        if values and (count := self._counts.see(function, given, options, result)) is not None:
+            self._add_positions(count, where, place)
         if kind is None and not len(self._marks):
             return
         inputs, out = [*tensors_of(args)], next(tensors_of(result), None)
@@ -151,6 +158,13 @@ class Operations:
             operation = Operation(where.name, what, inside=inside, promoted=is_promoted, function=name)
             operation.place = promoted or place()
             self._add(operation, inputs, out, values=values and what != "loss")
+
+    def _add_positions(self, count: Count, where: Where, place: Callable[[], str | None]) -> None:
+        inside = format_name(count.dtype)
+        operation = Operation(where.name, "positions", inside=inside, function=count.function, place=place())
+        tally = self._count(operation)
+        tally.operation.elements += count.elements
+        tally.rounded = tally.rounded + count.rounded
 
     def see_module(self, kind: Any, inside: str | None, inputs: list[Tensor], out: Tensor, where: Where) -> None:
         """Adds a module whose functions are hidden: a kernel, or a layer that casts by itself."""

@@ -156,6 +156,60 @@ def test_the_backward_of_a_compiled_fp32_layer_under_autocast_is_found():
     assert not rounded.equal(exact)
 
 
+def places(x, count, positions=torch.Tensor.long, dtype=None):
+    """Adds to an activation what a table has at counted positions."""
+    at = positions(count(torch.ones(2, 1024, dtype=dtype or x.dtype)))
+    return x + torch.linspace(0, 1, 5000, dtype=x.dtype)[at % 5000].mean()
+
+
+COUNTS = {
+    "the length of a sequence": (lambda one: one.cumsum(1), torch.Tensor.long, True),
+    "in another way": (lambda one: torch.cumsum(one, dim=1) - 1, lambda count: count.to(torch.int32), True),
+    "its masked form": (lambda one: one.cumsum(1) * one, lambda count: count[:, 300:].type(torch.int64), True),
+    "of a mask": (lambda one: one.bool().cumsum(1, dtype=one.dtype), torch.Tensor.int, True),
+    "a range": (lambda one: torch.arange(1024, dtype=one.dtype), torch.Tensor.long, True),
+    "in fp32": (lambda one: one.float().cumsum(1), torch.Tensor.long, False),
+    "of integers": (lambda one: one.long().cumsum(1), torch.Tensor.int, False),
+    "short enough": (lambda one: one[:, :256].cumsum(1), torch.Tensor.long, False),
+    "exact in steps": (lambda one: torch.arange(0, 512, 4, dtype=one.dtype), torch.Tensor.long, False),
+    "a sum of shares": (lambda one: (one / 700).cumsum(1) * 600, torch.Tensor.long, False),
+    "not as integers": (lambda one: one.cumsum(1), lambda count: (count > 300).long(), False),
+}
+
+
+@pytest.mark.parametrize("case", COUNTS)
+def test_positions_that_are_counted_in_a_narrow_format_are_found(case):
+    count, positions, bad = COUNTS[case]
+    found_here = found(watched(Net(lambda x: places(x, count, positions)))[0])
+    assert [(f.rule, f.where) for f in found_here] == ([("HS412", ["inner"])] if bad else [])
+    if bad:
+        assert HERE in found_here[0].place
+        assert found_here[0].evidence["rounded"] > 300
+        assert "bf16" in found_here[0].message
+    else:
+        assert found(watched(Net(lambda x: places(x, count, positions, torch.float16)))[0]) == []
+
+
+def test_fp16_counts_to_2048():
+    def net(length):
+        return Net(lambda x: x + x.new_ones(length, dtype=torch.float16).cumsum(0).long().max())
+
+    assert found(watched(net(2048))[0]) == []
+    (finding,) = found(watched(net(2050))[0])
+    assert (finding.rule, finding.evidence["share"]) == ("HS412", 1 / 2050)  # 2049
+
+
+def test_a_run_names_positions_that_are_counted_in_its_compute_format():
+    model = Net(lambda x: places(x, lambda one: one.cumsum(1)), torch.float32)
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16-mixed")
+    with pytest.warns(UserWarning, match="`cumsum` counts in bf16") as caught:
+        run.coverage(lambda x: model(x).square().mean(), torch.randn(8, 8))
+    assert "`inner`" in str(caught[0].message)
+    assert "counts in bf16" in run.summary()
+    model.inner.code = lambda x: places(x.float(), lambda one: one.cumsum(1)).to(x.dtype)
+    assert "counts in bf16" not in str(run.coverage(lambda x: model(x).square().mean(), torch.randn(8, 8)))
+
+
 class Rotary(Net):
     def __init__(self, dtype):
         super().__init__()
