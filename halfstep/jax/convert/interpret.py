@@ -37,6 +37,7 @@ from jax.extend.core import Literal
 from halfstep.config.model import owner as module_of
 from halfstep.core.formats import BF16, FP16, FP32, TF32, Format
 from halfstep.core.policy import Policy
+from halfstep.core.precision import base_precision
 from halfstep.core.refusal import check_reach
 from halfstep.jax import jaxpr as jaxprs
 from halfstep.jax import layers
@@ -89,17 +90,15 @@ def cast_inside(
         for name, each in applied.precisions.items()
     }
     # 1. Trace it, with everything in the dtype that the policy computes in.
-    shown = {name: shape_of(masters[name], shown_dtype(own.casts.precision)) for name, own in owners.items()}
-    batch, *others = rest
-    entering = traced = batch
+    shown = shown_inside(applied, masters, rest, cast_batch=cast_batch)
+    entering, *others = rest
     if cast_batch:
-        dtype, casts = shown_dtype(interpreter.base), interpreter.base_casts
-        traced = jax.tree.map(lambda leaf: shape_of(leaf, dtype) if jaxprs.is_floating(leaf) else leaf, batch)
+        casts = interpreter.base_casts
         entering = jax.tree.map(
             lambda leaf: layers.batch_to_compute(jnp.asarray(leaf), casts) if jaxprs.is_floating(leaf) else leaf,
-            batch,
+            entering,
         )
-    closed, shape = jax.make_jaxpr(fn, return_shape=True)(leaves.rebuild(shown), traced, *others)
+    closed, shape = jax.make_jaxpr(fn, return_shape=True)(*shown)
     # 2. Find what shows in the jaxpr as a whole.
     interpreter.promoted = patterns.find_promoted(closed.jaxpr, shown_dtype(interpreter.base), len(leaves.values))
     # 3. Evaluate it on masters and on the batch as it enters.
@@ -117,6 +116,18 @@ def cast_inside(
     if wide_loss:
         shape = jax.tree.unflatten(structure, [shape_of(out[0], FLOAT32), *jax.tree.leaves(shape)[1:]])
     return jax.tree.unflatten(structure, out), shape
+
+
+def shown_inside(
+    applied: Applied, masters: Mapping[str, Any], rest: Sequence[Any], *, cast_batch: bool
+) -> tuple[Any, ...]:
+    """Returns what a loss function is traced with: parameters and batch in the dtypes that they compute in."""
+    shown = {name: shape_of(masters[name], shown_dtype(own)) for name, own in applied.precisions.items()}
+    batch, *others = rest
+    if cast_batch:
+        dtype = shown_dtype(base_precision(applied.policy))
+        batch = jax.tree.map(lambda leaf: shape_of(leaf, dtype) if jaxprs.is_floating(leaf) else leaf, batch)
+    return applied.leaves.rebuild(shown), batch, *others
 
 
 class Interpreter(Calls):
