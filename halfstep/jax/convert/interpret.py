@@ -372,7 +372,8 @@ class Interpreter(Calls):
             rows, matrix, dims = as_matmul(
                 self._array(x, seen), master.array, eqn.params["dimension_numbers"], side
             )
-            y = self._multiply(rows, matrix, dims, casts_of(precision), side == 0, owner).reshape(out.shape)
+            y = self._multiply(rows, matrix, dims, casts_of(precision), owner)
+            y = (jnp.swapaxes(y, -1, -2) if side == 0 else y).reshape(out.shape)
         else:
             if precision.measured:  # narrow only if that is faster, and no convolution takes narrow operands
                 precision = precision.widened()
@@ -383,10 +384,8 @@ class Interpreter(Calls):
         narrow = shown_dtype(precision).itemsize < out.dtype.itemsize and not any(map(self._is_ruled, values))
         return (y if self.emulate or narrow else y.astype(out.dtype)), narrow
 
-    def _multiply(
-        self, rows: Array, matrix: Array, dims: Any, casts: Casts, weight_first: bool, owner: Owner
-    ) -> Array:
-        return layers.dot_general(rows, matrix, dims, casts, weight_first=weight_first, amaxes=owner.amaxes)
+    def _multiply(self, rows: Array, matrix: Array, dims: Any, casts: Casts, owner: Owner) -> Array:
+        return layers.dot_general(rows, matrix, dims, casts, amaxes=owner.amaxes)
 
     def _product(self, eqn: Any, values: list[Value]) -> tuple[Array, bool]:
         """Multiplies activations in compute, and tables and positions by each other in their own dtype."""
