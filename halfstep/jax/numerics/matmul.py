@@ -240,8 +240,8 @@ def as_matmul(x: Array, weight: Array, dims: Any, side: int) -> tuple[Array, Arr
     """Returns an activation as rows and a weight as a matrix of (in, out), or a stack of each; and the axes.
 
     `side` is the operand that is the weight. Without this a gradient sums over several axes, a batch is between
-    them, or rows are transposed, which XLA's CPU backend cannot do with bf16 operands and an fp32 sum (jax 0.10.2).
-    The result is (rows, out), and that of stacks is a stack.
+    them, or rows come transposed, which XLA's CPU backend cannot do with bf16 operands and an fp32 sum (jax
+    0.10.2). The result is (rows, out), and that of stacks is a stack.
     """
     contracted, batch = dims
     of_x, of_weight = (tuple(contracted[1 - side]), tuple(contracted[side]))

@@ -1,4 +1,4 @@
-"""Stock models of many kinds, each as the documentation of its library writes it, for the calls that look at a step.
+"""Stock models of many kinds, each as the documentation of its library writes it, for calls that look at a step.
 
 Each function returns parameters, loss_fn(params, batch[, rng]), a batch, and whether the function takes an rng.
 """
