@@ -402,7 +402,6 @@ def _over_devices(
     update: Callable[..., Any], loss_fn: LossFn, shown: Callable[..., Any], mesh: Mesh, micro_batches: int | None
 ) -> Callable[..., Any]:
     """Returns an update over a mesh: devices share the rows if the loss is a mean over them."""
-    check_mesh(mesh)
     by_rows = map_devices(partial(update, mesh=mesh), mesh, micro_batches)
 
     def run(state: State, batch: Any, rng: Any) -> Any:
