@@ -121,7 +121,6 @@ class Product:
     rows: tuple[int, ...]
     matrix: tuple[int, ...]
     dims: Dimensions
-    weight_first: bool
     split: bool  # the weight is the bf16 half of its master
     device: jax.Device
     compiled = True
@@ -205,7 +204,7 @@ class _Bench:
 
         def multiply(x: Array, weight: Array) -> Array:
             weight = weight.astype(jnp.float32)
-            return dot_general(x, weight, work.dims, casts, weight_first=work.weight_first, amaxes=amaxes)
+            return dot_general(x, weight, work.dims, casts, amaxes=amaxes)
 
         def train(x: Array, weight: Array) -> Any:
             y, pull = jax.vjp(multiply, x, weight)

@@ -54,6 +54,28 @@ def map_devices(local: Local, mesh: Mesh, micro_batches: int | None) -> Local:
     return run
 
 
+def run_whole(local: Local, mesh: Mesh) -> Local:
+    """Returns a function that calls another on the rows of all devices: the compiler finds what they exchange."""
+
+    def run(state: Any, batch: Any, rng: Any) -> tuple[Any, Any]:
+        same, own = jax.sharding.auto_axes(local, out_sharding=replicated(mesh))(state, batch, rng)
+        return same, jax.tree.map(lambda x: jnp.expand_dims(x, 0), own)
+
+    return run
+
+
+def shapes_of_part(batch: Any, mesh: Mesh, micro_batches: int | None, times: int) -> Any:
+    """Returns the shapes of so many times the rows that one device has of a micro-batch; of two at least."""
+    first = 0 if micro_batches is None else 1
+
+    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        rows, *rest = jnp.shape(leaf)[first:] or (None,)
+        part = [] if rows is None else [times * max(rows // mesh.size, 2)]
+        return jax.ShapeDtypeStruct((*part, *rest), jnp.result_type(leaf))
+
+    return jax.tree.map(shape, batch)
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """Returns where a state lies: on every device, whole."""
     return NamedSharding(mesh, PartitionSpec())

@@ -33,9 +33,9 @@ from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_numbers
 from halfstep.core.scaling import DynamicScale, ScaleAlarm, ScaleState, stuck_error
 from halfstep.jax.convert.apply import Applied, Leaves, apply
-from halfstep.jax.convert.checks import call_checked
+from halfstep.jax.convert.checks import call_checked, with_amaxes
 from halfstep.jax.convert.fp8_choice import ProductFinder, first_choice, measure_products
-from halfstep.jax.convert.interpret import Interpreter, cast_inside
+from halfstep.jax.convert.interpret import Interpreter, cast_inside, shown_inside
 from halfstep.jax.fp8 import empty_history, scaling_amaxes
 from halfstep.jax.instruments.coverage import Recorder
 from halfstep.jax.instruments.gradient import merge_rows, watched_gradient
@@ -43,7 +43,16 @@ from halfstep.jax.instruments.monitor import SAMPLE, Monitor, first_rows, update
 from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.measure import Product, time_product_once
 from halfstep.jax.optim.masters import hold, narrow_moments, widen_masters
-from halfstep.jax.parallel import check_mesh, check_placed, map_devices, place_rows, replicated, sum_over_devices
+from halfstep.jax.parallel import (
+    check_mesh,
+    check_placed,
+    map_devices,
+    place_rows,
+    replicated,
+    run_whole,
+    shapes_of_part,
+    sum_over_devices,
+)
 from halfstep.jax.pytree import check_transform
 from halfstep.jax.state import Origin, State, check_measured, check_state, map_state
 from halfstep.jax.update.checks import (
@@ -55,6 +64,7 @@ from halfstep.jax.update.checks import (
     trace_error,
     unpack_train_state,
 )
+from halfstep.jax.update.rows import find_mixing
 from halfstep.jax.update.step import Gradient, LossFn, accumulate, apply_sums, scalar_loss
 from halfstep.jax.update.step import StepResult as StepResult
 from halfstep.jax.update.step import Weighted as Weighted
@@ -175,7 +185,8 @@ def make_step(
     With a `mesh` its devices share the rows of every batch, which are along its first axis, or along the second if
     the first counts micro-batches. The update is that of the whole batch: losses are weighted by tokens, gradients
     are summed over devices once, in fp32, and a gradient that is not finite on one device skips the update on all.
-    The loss function gets the rows of one device, and an `rng` folded with its index.
+    The loss function gets the rows of one device, and an `rng` folded with its index. A loss that is neither
+    `Weighted` nor a mean over rows gets the whole batch and `rng`, and a warning names the line that mixes rows.
 
     A `monitor` sees what enters each layer, the gradient of what leaves it, and what happens to updates. It
     changes no bit of them, and the step is still one program; `step.sample(state, batch)` looks closely at a part
@@ -193,7 +204,9 @@ def make_step(
     stepper = optax.with_extra_args_support(optimizer)
     report = None if monitor is None else partial(update_sums, size=monitor.slice)
 
-    def update(state: State, batch: Any, rng: Any) -> tuple[tuple[State, StepResult], Any]:
+    def update(
+        state: State, batch: Any, rng: Any, mesh: Mesh | None = None
+    ) -> tuple[tuple[State, StepResult], Any]:
         # fp32 is fp32: JAX's default means TF32 on some GPUs and bf16 on a TPU.
         with jax.default_matmul_precision("highest"):
             applied, masters = _inputs(state)
@@ -207,7 +220,13 @@ def make_step(
                 sums = sum_over_devices(sums, first, mesh)._replace(amaxes=amaxes)
             return apply_sums(state, applied, stepper, sums, clip_norm, report), (aux, numbers)
 
-    run = update if mesh is None else map_devices(update, mesh, micro_batches)
+    def shown(state: State, rest: Sequence[Any]) -> Sequence[Any]:
+        applied, masters = _inputs(state)
+        if cast:
+            return shown_inside(applied, masters, rest, cast_batch=cast_batch)
+        return with_amaxes(applied.leaves.rebuild(masters), masters), *rest
+
+    run = update if mesh is None else _over_devices(update, loss_fn, shown, mesh, micro_batches)
 
     def step(state: State, batch: Any, rng: Any = None) -> tuple[State, StepResult]:
         check_not_in_shard_map()
@@ -386,6 +405,27 @@ def _gradient(
         return grads, others, reported if whole else monitor.watched.numbers(reported)
 
     return gradient
+
+
+def _over_devices(
+    update: Callable[..., Any], loss_fn: LossFn, shown: Callable[..., Any], mesh: Mesh, micro_batches: int | None
+) -> Callable[..., Any]:
+    """Returns an update over a mesh: devices share the rows if the loss is a mean over them."""
+    by_rows = map_devices(partial(update, mesh=mesh), mesh, micro_batches)
+
+    def run(state: State, batch: Any, rng: Any) -> Any:
+        rest = () if rng is None else (rng,)
+        parts = partial(shapes_of_part, batch, mesh, micro_batches)
+        mixing = find_mixing(loss_fn, lambda times: shown(state, (parts(times), *rest)))
+        if not mixing:
+            return by_rows(state, batch, rng)
+        warn_caller(
+            f"the loss is not a mean over rows ({mixing}): it is computed over the whole batch, as on one device, "
+            "and devices exchange more; if it is a sum over a count, return Weighted(sum, count)"
+        )
+        return run_whole(update, mesh)(state, batch, rng)
+
+    return run
 
 
 def _inputs(state: State) -> tuple[Applied, dict[str, Array]]:

@@ -106,7 +106,7 @@ class Session(Shell):
             weight = f"{name}.weight" if f"{name}.weight" in shapes else "embed.weight"
             if precision.measured and precision.narrow:
                 sizes = (tokens, shapes[weight][1]), shapes[weight]
-                work = Product(*sizes, (((1,), (1,)), ((), ())), False, weight in applied.halves, self.device)
+                work = Product(*sizes, (((1,), (1,)), ((), ())), weight in applied.halves, self.device)
                 found[name] = [(work, precision)]
         return found
 

@@ -56,12 +56,10 @@ class ProductFinder(Interpreter):
         self.found: Products = {}
         self._halves, self._device = applied.halves, applied.leaves.device
 
-    def _multiply(
-        self, rows: Array, matrix: Array, dims: Any, casts: Casts, weight_first: bool, owner: Owner
-    ) -> Array:
+    def _multiply(self, rows: Array, matrix: Array, dims: Any, casts: Casts, owner: Owner) -> Array:
         if casts.precision.narrow and casts.precision.measured:
             split = self._halves.issuperset(owner.names)
-            work = Product(rows.shape, matrix.shape, dims, weight_first, split, self._device)
+            work = Product(rows.shape, matrix.shape, dims, split, self._device)
             for module in dict.fromkeys(map(module_of, owner.names)):
                 self.found.setdefault(module, []).append((work, casts.precision))
-        return super()._multiply(rows, matrix, dims, casts, weight_first, owner)
+        return super()._multiply(rows, matrix, dims, casts, owner)

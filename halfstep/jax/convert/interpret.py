@@ -38,6 +38,7 @@ from halfstep.config.model import owner as module_of
 from halfstep.core.errors import LossError
 from halfstep.core.formats import BF16, FP16, FP32, TF32, Format
 from halfstep.core.policy import Policy
+from halfstep.core.precision import base_precision
 from halfstep.core.refusal import check_reach
 from halfstep.jax import jaxpr as jaxprs
 from halfstep.jax import layers
@@ -94,17 +95,15 @@ def cast_inside(
         for name, each in applied.precisions.items()
     }
     # 1. Trace it, with everything in the dtype that the policy computes in.
-    shown = {name: shape_of(masters[name], shown_dtype(own.casts.precision)) for name, own in owners.items()}
-    batch, *others = rest
-    entering = traced = batch
+    shown = shown_inside(applied, masters, rest, cast_batch=cast_batch)
+    entering, *others = rest
     if cast_batch:
-        dtype, casts = shown_dtype(interpreter.base), interpreter.base_casts
-        traced = jax.tree.map(lambda leaf: shape_of(leaf, dtype) if jaxprs.is_floating(leaf) else leaf, batch)
+        casts = interpreter.base_casts
         entering = jax.tree.map(
             lambda leaf: layers.batch_to_compute(jnp.asarray(leaf), casts) if jaxprs.is_floating(leaf) else leaf,
-            batch,
+            entering,
         )
-    closed, shape = jax.make_jaxpr(fn, return_shape=True)(leaves.rebuild(shown), traced, *others)
+    closed, shape = jax.make_jaxpr(fn, return_shape=True)(*shown)
     parameters = [v for name, v in zip(leaves.names, closed.jaxpr.invars, strict=False) if name in masters]
     if trains and closed.jaxpr.outvars and not patterns.depends(closed.jaxpr, parameters):
         raise LossError(
@@ -128,6 +127,18 @@ def cast_inside(
     if wide_loss:
         shape = jax.tree.unflatten(structure, [shape_of(out[0], FLOAT32), *jax.tree.leaves(shape)[1:]])
     return jax.tree.unflatten(structure, out), shape
+
+
+def shown_inside(
+    applied: Applied, masters: Mapping[str, Any], rest: Sequence[Any], *, cast_batch: bool
+) -> tuple[Any, ...]:
+    """Returns what a loss function is traced with: parameters and batch in the dtypes that they compute in."""
+    shown = {name: shape_of(masters[name], shown_dtype(own)) for name, own in applied.precisions.items()}
+    batch, *others = rest
+    if cast_batch:
+        dtype = shown_dtype(base_precision(applied.policy))
+        batch = jax.tree.map(lambda leaf: shape_of(leaf, dtype) if jaxprs.is_floating(leaf) else leaf, batch)
+    return applied.leaves.rebuild(shown), batch, *others
 
 
 class Interpreter(Calls):
@@ -372,7 +383,8 @@ class Interpreter(Calls):
             rows, matrix, dims = as_matmul(
                 self._array(x, seen), master.array, eqn.params["dimension_numbers"], side
             )
-            y = self._multiply(rows, matrix, dims, casts_of(precision), side == 0, owner).reshape(out.shape)
+            y = self._multiply(rows, matrix, dims, casts_of(precision), owner)
+            y = (jnp.swapaxes(y, -1, -2) if side == 0 else y).reshape(out.shape)
         else:
             if precision.measured:  # narrow only if that is faster, and no convolution takes narrow operands
                 precision = precision.widened()
@@ -383,10 +395,8 @@ class Interpreter(Calls):
         narrow = shown_dtype(precision).itemsize < out.dtype.itemsize and not any(map(self._is_ruled, values))
         return (y if self.emulate or narrow else y.astype(out.dtype)), narrow
 
-    def _multiply(
-        self, rows: Array, matrix: Array, dims: Any, casts: Casts, weight_first: bool, owner: Owner
-    ) -> Array:
-        return layers.dot_general(rows, matrix, dims, casts, weight_first=weight_first, amaxes=owner.amaxes)
+    def _multiply(self, rows: Array, matrix: Array, dims: Any, casts: Casts, owner: Owner) -> Array:
+        return layers.dot_general(rows, matrix, dims, casts, amaxes=owner.amaxes)
 
     def _product(self, eqn: Any, values: list[Value]) -> tuple[Array, bool]:
         """Multiplies activations in compute, and tables and positions by each other in their own dtype."""

@@ -239,9 +239,9 @@ product.defvjp(lambda a, b, *rest: (product(a, b, *rest), (a, b)), _product_back
 def as_matmul(x: Array, weight: Array, dims: Any, side: int) -> tuple[Array, Array, Any]:
     """Returns an activation as rows and a weight as a matrix of (in, out), or a stack of each; and the axes.
 
-    `side` is the operand that is the weight. Without this a gradient sums over several axes, or a batch is between
-    them, which XLA's CPU backend cannot do with bf16 operands and an fp32 sum (jax 0.10.2). The result of weight
-    and rows is (out, rows), and that of stacks is a stack.
+    `side` is the operand that is the weight. Without this a gradient sums over several axes, a batch is between
+    them, or rows come transposed, which XLA's CPU backend cannot do with bf16 operands and an fp32 sum (jax
+    0.10.2). The result is (rows, out), and that of stacks is a stack.
     """
     contracted, batch = dims
     of_x, of_weight = (tuple(contracted[1 - side]), tuple(contracted[side]))
@@ -254,8 +254,7 @@ def as_matmul(x: Array, weight: Array, dims: Any, side: int) -> tuple[Array, Arr
     x = lax.transpose(x, (*stack_x, *free_x, *of_x)).reshape(*stack, rows, size)
     weight = lax.transpose(weight, (*stack_weight, *of_weight, *free_weight)).reshape(*stack, size, out)
     first, same = len(stack), tuple(range(len(stack)))
-    mine = ((first,), (first + 1,)) if side == 0 else ((first + 1,), (first,))
-    return x, weight, (mine, (same, same))
+    return x, weight, (((first + 1,), (first,)), (same, same))
 
 
 def convolve(eqn: Any, x: Array, master: Array, casts: Casts) -> Array:

@@ -209,8 +209,6 @@ def test_the_real_timer_times_both_forms_of_a_product():
         ((24, 16), (16, 32), (((1,), (0,)), ((), ())), False),
         ((2, 24, 16), (2, 16, 32), (((2,), (1,)), ((0,), (0,))), True),
     ):
-        times = time_product(
-            Product(rows, matrix, dims, False, stack, cpu), (precisions[0].widened(), *precisions)
-        )
+        times = time_product(Product(rows, matrix, dims, stack, cpu), (precisions[0].widened(), *precisions))
         assert len(times) == 3
         assert all(0 < seconds < 1 for seconds in times)

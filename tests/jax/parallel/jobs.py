@@ -2,6 +2,7 @@
 
 import re
 import tempfile
+import warnings
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +18,10 @@ from halfstep.cli.main import run
 from halfstep.config.load import load
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
-from halfstep.jax import Weighted, init, load_state_dict, make_step, state_dict
+from halfstep.jax import Monitor, Weighted, init, load_state_dict, make_step, state_dict
 from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.session import Session
+from tests.jax.parallel.losses import APART, SYNCED, WHOLE, batch_of, weights
 from tests.token_batches import batch
 
 ROWS, LENGTH, WIDTH, WORDS, MICRO = 8, 6, 16, 32, 2
@@ -128,7 +130,7 @@ def draw():
     mesh, optimizer = jax.make_mesh((4,), ("data",)), optax.sgd(RATE)
 
     def drawn(params, batch, rng):
-        return (params["w"] * batch).sum(), jax.random.uniform(rng)
+        return (params["w"] * batch).mean(), jax.random.uniform(rng)
 
     state = init({"w": jnp.ones(2)}, optimizer, "fp32", mesh=mesh)
     step = make_step(drawn, optimizer, micro_batches=2, mesh=mesh)
@@ -140,7 +142,7 @@ def keys():
     mesh, key = jax.make_mesh((4,), ("data",)), jax.random.key(0)
     optimizer = optax.chain(optax.add_noise(0.1, 0.5, key=jax.random.key(1)), optax.sgd(RATE))
     weights = {"w": jnp.ones(2), "key": key, "count": jnp.int32(3)}
-    step = make_step(lambda params, batch: (params["w"] * batch).sum(), optimizer, mesh=mesh)
+    step = make_step(lambda params, batch: (params["w"] * batch).mean(), optimizer, mesh=mesh)
     state, _ = step(init(weights, optimizer, "fp32", mesh=mesh), np.ones((4, 2), np.float32))
     saved = {name: np.asarray(array) for name, array in state_dict(state).items()}
     again = load_state_dict(init(weights, optimizer, "fp32", mesh=mesh), saved)
@@ -204,3 +206,49 @@ def open_session(device, *settings):
     except HalfstepError as error:
         return error.message, error.hint
     return None
+
+
+def losses(names, micro=None):
+    """Trains two steps with each loss on one device and on four: for each the rows, the weights, and warnings."""
+    return {name: [trained_by(name, shape, micro) for shape in ((), (4,), (2, 2))] for name in names}
+
+
+def trained_by(name, shape, micro=None):
+    mesh = jax.make_mesh(shape, ("machines", "data")[-len(shape) :]) if shape else None
+    loss_fn, optimizer, rows = (APART | WHOLE | SYNCED)[name], optax.sgd(RATE), []
+    state = init(weights(), optimizer, "fp32", mesh=mesh)
+    step = make_step(loss_fn, optimizer, micro_batches=micro, mesh=mesh)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(2):
+            state, result = step(state, batch_of(micro), jax.random.key(number))
+            rows.append((float(result.loss), float(result.grad_norm)))
+    said = [str(each.message) for each in caught if "whole batch" in str(each.message)]
+    return rows, {name: np.asarray(leaf) for name, leaf in state.masters().items()}, said
+
+
+def exchanged_by(name, policy):
+    """What devices exchange in the step of a loss, as it was partitioned."""
+    mesh, optimizer = jax.make_mesh((4,), ("data",)), optax.sgd(RATE)
+    state = init(weights(), optimizer, policy, mesh=mesh)
+    with dumped() as programs, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        make_step(WHOLE[name], optimizer, mesh=mesh)(state, batch_of())
+        return exchanges(programs()[0])
+
+
+def watched_whole():
+    """The shape of the aux of a loss that mixes rows, and the sizes of its layers on four devices and on one."""
+    counted, optimizer = [], optax.sgd(RATE)
+
+    def loss_fn(params, batch):
+        return WHOLE["contrastive"](params, batch), batch["y"]
+
+    for mesh in (jax.make_mesh((4,), ("data",)), None):
+        monitor = Monitor()
+        step = make_step(loss_fn, optimizer, mesh=mesh, monitor=monitor)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _, result = step(init(weights(), optimizer, "fp32", mesh=mesh), batch_of())
+        counted.append((result.aux.shape, monitor.layer_numbers().read()[..., 0].tolist()))
+    return counted[0][0], counted[0][1], counted[1][1]

@@ -14,6 +14,7 @@ from flax.training.train_state import TrainState
 from halfstep.core.errors import HalfstepError, ParallelError, StateError, UnsupportedTransformError
 from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.run import init, make_step
+from halfstep.jax.update.rows import find_mixing
 from tests.jax.interpreted import interpreted
 from tests.jax.stock.models import BATCHES, MODELS
 
@@ -71,6 +72,20 @@ def test_a_stock_model_runs_unchanged(model, policy):
         ]
         assert products
         assert {str(atom.aval.dtype) for eqn in products for atom in eqn.invars} == {compute}
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param(each, marks=[] if each == ("nnx", "lstm") else pytest.mark.prove) for each in MODELS]
+)
+def test_devices_may_share_the_rows_of_a_stock_model(model):
+    (params, loss_fn), batch = described(model), BATCHES[model[1]]
+
+    def arguments(times):
+        rows = (jax.ShapeDtypeStruct((times * len(leaf), *leaf.shape[1:]), leaf.dtype) for leaf in leaves)
+        return params, jax.tree.unflatten(structure, rows)
+
+    leaves, structure = jax.tree.flatten(batch)
+    assert find_mixing(loss_fn, arguments) == ""
 
 
 def test_the_docs_list_every_model_and_policy():
