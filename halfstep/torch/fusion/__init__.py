@@ -65,7 +65,7 @@ class Chain:
 
 def install() -> None:
     """Makes inductor run the fusions from now on, in this process."""
-    config = importlib.import_module("torch._inductor.config")  # dynamo's import takes seconds
+    config: Any = importlib.import_module("torch._inductor.config")  # dynamo's import takes seconds
     there = config.pre_grad_custom_pass
     if there is fuse or isinstance(there, Chain) or (isinstance(there, list | tuple) and fuse in there):
         return

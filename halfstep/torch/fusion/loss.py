@@ -84,29 +84,43 @@ def layer_loss(
     chunks: int,
 ) -> Tensor:  # fmt: skip
     """Returns the loss of the first `width` columns of x W^T + b."""
-    terms, targets = Terms(*terms), targets.reshape(-1)
+    given, made, targets = (x, values, owner, bias), Terms(*terms), targets.reshape(-1)
     with traced(True):
         if words:
-            casts = CASTS_BY_NAME[words]
-            given = (x, values, owner, bias, targets, casts, (amaxes, probe), terms, chunks)
-            total, _ = losses_of_narrow_layer(*given)
+            past = (amaxes, probe)
+            total, _ = losses_of_narrow_layer(*given, targets, CASTS_BY_NAME[words], past, made, chunks)
         else:
-            casts = DIRECT[compute]
-            total, _ = linear_losses(x, values, owner, bias, targets, casts, terms, chunks, width=width)
-    return total if reduction == "sum" else mean_loss(total, targets, terms.ignore_index)
+            total, _ = linear_losses(*given, targets, DIRECT[compute], made, chunks, width=width)
+    return total if reduction == "sum" else mean_loss(total, targets, made.ignore_index)
 
 
 def row_loss(logits: Tensor, targets: Tensor, terms: tuple[Any, ...], reduction: str, kept: int) -> Tensor:
     """Returns the loss of logits in bf16 or fp16, which are not widened; `kept` as in loss/plain.py."""
-    terms, shape = Terms(*terms), targets.shape
+    made, flat = Terms(*terms), targets.reshape(-1)
     with traced(True):
-        rows = row_cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), terms, kept)
+        rows = row_cross_entropy(logits.reshape(-1, logits.shape[-1]), flat, made, kept)
     if reduction == "none":
-        return rows.view(shape)
-    return rows.sum() if reduction == "sum" else mean_loss(rows.sum(), targets.reshape(-1), terms.ignore_index)
+        return rows.view(targets.shape)
+    return rows.sum() if reduction == "sum" else mean_loss(rows.sum(), flat, made.ignore_index)
 
 
 # --- where
+
+
+class Asked(NamedTuple):
+    """A cross-entropy in the graph: of logits whose classes come last."""
+
+    node: fx.Node
+    logits: fx.Node
+    targets: Any
+    ignored: int
+    smoothing: float
+    reduction: str
+    turned: list[fx.Node]  # what put the classes second, and casts after it
+
+    def terms(self, cap: float) -> tuple[Any, ...]:
+        """Returns the arguments of `Terms`, of logits that are capped."""
+        return (self.ignored, self.smoothing, cap, 0.0)
 
 
 class Path(NamedTuple):
@@ -125,42 +139,40 @@ def fuse_losses(graph: fx.Graph) -> Iterator[tuple[str, str]]:
     for node in [n for n in graph.nodes if n.target in (F.cross_entropy, torch._C._nn.cross_entropy_loss)]:
         asked = _asked(node)
         if asked is None:
-            yield OF_ROWS, "it has weights of classes, or targets that are shares"
+            yield OF_ROWS, "it has weights of classes, targets that are shares, or another dtype than fp32"
             continue
-        path = _path_from(asked["input"])
-        why = _fuse_with_layer(graph, node, asked, path)
-        if not why:
-            yield OF_LAYER, ""
-            continue
+        path = _path_from(asked.logits)
+        why = _fuse_with_layer(graph, asked, path)
         yield OF_LAYER, why
-        if (why := _fuse_rows(graph, node, asked, path)) is not None:
-            yield OF_ROWS, why
+        if why and path.narrow is not None:
+            yield OF_ROWS, _fuse_rows(graph, asked, path, path.narrow)
 
 
-def _asked(node: fx.Node) -> dict[str, Any] | None:
+def _asked(node: fx.Node) -> Asked | None:
     """Returns what a loss was asked for; None if it is not for the kernel."""
-    asked = {**dict(zip(_GIVEN, node.args, strict=False)), **node.kwargs}
-    targets, logits = value_of(asked.get("target")), value_of(asked.get("input"))
-    others = any(asked.get(name) is not None for name in ("weight", "size_average", "reduce"))
-    if others or targets is None or logits is None or targets.is_floating_point():
+    given: dict[str, Any] = {**dict(zip(_GIVEN, node.args, strict=False)), **node.kwargs}
+    logits, targets = given.get("input"), given.get("target")
+    z, t, loss = value_of(logits), value_of(targets), value_of(node)
+    others = any(given.get(name) is not None for name in ("weight", "size_average", "reduce"))
+    if others or z is None or t is None or loss is None or not isinstance(logits, fx.Node):
         return None
-    if asked.get("reduction", "mean") not in REDUCTIONS:
+    reduction = given.get("reduction", "mean")
+    if t.is_floating_point() or reduction not in REDUCTIONS or loss.dtype is not torch.float32:
         return None
-    if logits.dim() == 2 and targets.dim() == 1:
-        return asked
-    second, above = asked["input"], []
-    while called(second) in CASTS and (source := first_of(second)) is not None:
-        above.append(second)
-        second = source
-    turned = logits.dim() == 3 and targets.dim() == 2 and called(second) in _TRANSPOSES
-    source = first_of(second) if turned else None
-    if source is None or shape_of(source) != (logits.shape[0], logits.shape[2], logits.shape[1]):
+    turned: list[fx.Node] = []
+    if z.dim() == 3 and t.dim() == 2:
+        while called(logits) in CASTS and (source := first_of(logits)) is not None:
+            turned.append(logits)
+            logits = source
+        source = first_of(logits) if called(logits) in _TRANSPOSES else None
+        if source is None or shape_of(source) != (z.shape[0], z.shape[2], z.shape[1]):
+            return None
+        turned.append(logits)
+        logits = source
+    elif z.dim() != 2 or t.dim() != 1:
         return None
-    return {**asked, "input": source, "above": [*above, second]}
-
-
-def _terms(asked: dict[str, Any], cap: float) -> tuple[Any, ...]:
-    return (asked.get("ignore_index", -100), asked.get("label_smoothing", 0.0), cap, 0.0)
+    settings = (given.get("ignore_index", -100), given.get("label_smoothing", 0.0), reduction)
+    return Asked(node, logits, targets, *settings, turned)
 
 
 def _path_from(node: fx.Node) -> Path:
@@ -192,91 +204,79 @@ def _path_from(node: fx.Node) -> Path:
 
 def _rows_of_slice(node: fx.Node, source: fx.Node) -> tuple[Any, ...] | None:
     """Returns the slices of leading dimensions, empty if all are whole; None if columns are taken elsewhere."""
-    shape, made = shape_of(source), shape_of(node)
-    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    shape, made, index = shape_of(source), shape_of(node), node.args[1]
+    parts: list[Any] = [*index] if isinstance(index, tuple) else [index]
     if shape is None or made is None or len(made) != len(shape) or len(shape) < 2:
         return None
-    if Ellipsis in index:
-        at = index.index(Ellipsis)
-        index = (*index[:at], *[slice(None)] * (len(shape) + 1 - len(index)), *index[at + 1 :])
-    index = (*index, *[slice(None)] * (len(shape) - len(index)))
-    if not all(isinstance(part, slice) and _is_fixed(part) for part in index):
+    whole = [slice(None)] * (len(shape) - len(parts) + (Ellipsis in parts))
+    at = parts.index(Ellipsis) if Ellipsis in parts else len(parts)
+    parts[at : at + 1] = whole
+    fixed = all(isinstance(p, slice) and _are_numbers(p.start, p.stop, p.step) for p in parts)
+    if not fixed or parts[-1].start not in (None, 0) or parts[-1].step not in (None, 1):
         return None
-    if index[-1].start not in (None, 0) or index[-1].step not in (None, 1):
-        return None
-    return tuple(index[:-1]) if made[:-1] != shape[:-1] else ()
+    return tuple(parts[:-1]) if made[:-1] != shape[:-1] else ()
 
 
-def _is_fixed(part: slice) -> bool:
-    return all(isinstance(value, int | None) for value in (part.start, part.stop, part.step))
+def _are_numbers(*values: Any) -> bool:
+    return all(isinstance(value, int | None) for value in values)
 
 
-def _fuse_with_layer(graph: fx.Graph, node: fx.Node, asked: dict[str, Any], path: Path) -> str:
+def _fuse_with_layer(graph: fx.Graph, asked: Asked, path: Path) -> str:
     """Makes the loss that of its layer, or returns why not."""
-    layer = layer_at(path.end, of_loss=True)
-    if layer is None:
-        name = called(path.end) or path.end.op
-        return path.why or f"its logits are from `{name}`, not from a layer in compute"
-    owner, logits, x = owner_name(layer.owner), value_of(path.end), value_of(layer.x)
-    compute = layer.compute or CASTS_BY_NAME[layer.narrow].compute
-    if logits is None or x is None:
-        return "their sizes are not known"
-    if asked.get("reduction") == "none":
+    node, layer = asked.node, layer_at(path.end, of_loss=True)
+    if layer is None or path.why:
+        return path.why or f"its logits are from `{called(path.end) or path.end.op}`, not from a layer in compute"
+    compute, logits = layer.compute or CASTS_BY_NAME[layer.narrow].compute, value_of(path.end)
+    width, inputs = shape_of(asked.logits), shape_of(layer.x)
+    if logits is None or width is None or inputs is None:
+        return "their sizes are not fixed"
+    if asked.reduction == "none":
         return "it returns the loss of each row"
-    width = shape_of(asked["input"])
-    if path.why or width is None:
-        return path.why or "their sizes are not fixed"
     if width[-1] != logits.shape[-1] and layer.narrow:
         return "the vocabulary is padded, and the head is in fp8"
-    if why := why_no_kernel(logits, compute):
-        return why
-    between = [*asked.get("above", ()), *path.steps, path.end]
-    if why := other_format(path.steps, compute):
+    between = [*asked.turned, *path.steps, path.end]
+    if why := why_no_kernel(logits, compute) or other_format(path.steps, compute):
         return why
     if (user := used_elsewhere(between, node)) is not None:
-        return describe_use(user, f"the logits of {owner}")
-    given = [layer.x, layer.values, layer.owner, layer.bias, layer.amaxes]
-    if why := why_not_moved(path.end, node, [n for n in given if isinstance(n, fx.Node)]):
+        return describe_use(user, f"the logits of {owner_name(layer.owner)}")
+    read = [n for n in (layer.x, layer.values, layer.owner, layer.bias, layer.amaxes) if n is not None]
+    if why := why_not_moved(path.end, node, read):
         return why
     with graph.inserting_before(node):
         rows = layer.x
         if path.rows is not None:
             step, slices = path.rows
-            shape = shape_of(first_of(step))
-            if shape is None:
-                return "their sizes are not fixed"
-            rows = graph.call_method("reshape", (rows, (*shape[:-1], x.shape[-1])))
-            rows = graph.call_function(torch.Tensor.__getitem__, (rows, slices))
+            shape = (*(shape_of(first_of(step)) or ())[:-1], inputs[-1])
+            rows = graph.call_function(
+                torch.Tensor.__getitem__, (graph.call_method("reshape", (rows, shape)), slices)
+            )
         arguments = (
-            rows, layer.values, layer.owner, layer.bias, asked["target"], layer.amaxes, layer.probe, layer.narrow,
-            compute, width[-1], _terms(asked, path.cap), asked.get("reduction") or "mean", layer.chunks,
+            rows, layer.values, layer.owner, layer.bias, asked.targets, layer.amaxes, layer.probe, layer.narrow,
+            compute, width[-1], asked.terms(path.cap), asked.reduction, layer.chunks,
         )  # fmt: skip
         _replace(graph, node, layer_loss, arguments, between)
     return ""
 
 
-def _fuse_rows(graph: fx.Graph, node: fx.Node, asked: dict[str, Any], path: Path) -> str | None:
-    """Makes a loss read narrow logits, or returns why not; None if its logits are fp32."""
-    narrow = path.narrow
-    if narrow is None:
-        return None
-    value = value_of(narrow)
-    assert value is not None
-    if why := why_no_kernel(value, value.dtype):
+def _fuse_rows(graph: fx.Graph, asked: Asked, path: Path, narrow: fx.Node) -> str:
+    """Makes a loss read narrow logits, or returns why not."""
+    node, value = asked.node, value_of(narrow)
+    places = [place for place, step in enumerate(path.steps) if narrow in step.all_input_nodes]
+    above = path.steps[places[-1] :: -1]  # from what widened them to the loss
+    if value is None:
+        return "their sizes are not known"
+    if why := why_no_kernel(value, value.dtype) or why_not_moved(above[0], node, [narrow, *above]):
         return why
-    above = [*reversed(path.steps[: _place_after(path, narrow)])]
-    if why := why_not_moved(above[0], node, [narrow, *above]) or other_format(above, value.dtype):
-        return why
-    if (cap := path.cap) and not any(called(step) in ("tanh", "sigmoid") for step in above):
-        cap = 0.0  # the softcap came before, in the compute format
-    rows, copies = narrow, []
+    capped = any(called(step) in ("tanh", "sigmoid") for step in above)  # or before, in the compute format
+    rows = narrow
     with graph.inserting_before(node):
         for step in above:
             if called(step) in VIEWS or called(step) == "getitem":
-                rows = graph.node_copy(step, lambda n, rows=rows, step=step: rows if n is first_of(step) else n)
-                copies.append(rows)
-        arguments = (rows, asked["target"], _terms(asked, cap), asked.get("reduction") or "mean", _kept(path.end))
-        _replace(graph, node, row_loss, arguments, path.steps)
+                moved = {first_of(step): rows}
+                rows = graph.node_copy(step, lambda n, moved=moved: moved.get(n, n))  # type: ignore[misc]
+        terms = asked.terms(path.cap if capped else 0.0)
+        arguments = (rows, asked.targets, terms, asked.reduction, _kept(path.end))
+        _replace(graph, node, row_loss, arguments, [*asked.turned, *path.steps])
     return ""
 
 
@@ -286,12 +286,6 @@ def _kept(node: fx.Node | None) -> int:
         node = first_of(node)
     layer = None if node is None else layer_at(node)
     return CASTS_BY_NAME[layer.narrow].precision.kept_bits if layer is not None and layer.narrow else 0
-
-
-def _place_after(path: Path, narrow: fx.Node) -> int:
-    """Returns how many steps are between a loss and what it is to read."""
-    places = [place for place, step in enumerate(path.steps) if narrow in step.all_input_nodes]
-    return places[-1] + 1 if places else 0
 
 
 def _replace(graph: fx.Graph, node: fx.Node, function: Any, arguments: Any, between: list[fx.Node]) -> None:

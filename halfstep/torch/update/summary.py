@@ -9,6 +9,7 @@ from halfstep.core.audit.coverage import some
 from halfstep.core.choice.layers import with_outcome
 from halfstep.core.formats import FP16, FP32
 from halfstep.core.roles import print_value
+from halfstep.torch import fusion
 from halfstep.torch.convert.fp8_choice import uses_history
 from halfstep.torch.convert.known_packages import kept_wide
 from halfstep.torch.layers import Layer, Matmul
@@ -33,6 +34,7 @@ def summarize(run: RunParts) -> list[str]:
         _attention,
         _gelu,
         _loss,
+        _fused,
         _given,
         _functions,
         _measured,
@@ -90,6 +92,14 @@ def _gelu(run: RunParts) -> Iterator[str]:
     ):
         why = model.why_gelu_apart()
         yield f"  GELU: apart from the matmuls: {why}" if why else "  GELU: if compiled, by the matmuls around it"
+
+
+def _fused(run: RunParts) -> Iterator[str]:
+    """What was fused in the code that this process has compiled, and what was not."""
+    if fusion.FUSED:
+        yield f"  compiled, fused: {', '.join(f'{times} {name}' for name, times in fusion.FUSED.items())}"
+    for (name, why), times in fusion.APART.items():
+        yield f"  compiled, not fused: {times} {name}: {why}"
 
 
 def _measured(run: RunParts) -> Iterator[str]:

@@ -42,20 +42,11 @@ def _named(names: str) -> list[Any]:
     return [function for function in named(names, torch, Tensor) if callable(function)]
 
 
-SAME_ROWS = frozenset(_named("view view_as reshape flatten unsqueeze squeeze contiguous"))
-VIEWS = SAME_ROWS | frozenset(_named("__getitem__"))
-MORE_VIEWS = frozenset(
-    _named("transpose swapaxes swapdims movedim moveaxis permute t narrow select expand expand_as detach")
-)
-# Several views, which dynamo sets no attributes of. To those of split, chunk and unbind torch refuses writes.
-_PARTS = frozenset(_named("tensor_split hsplit vsplit dsplit"))
-_UNFLATTEN = Tensor.unflatten  # Python code, which dynamo of torch 2.13 does not find in a set
-# What sees a gradient that a loss of the narrow numbers, or of the layer, would not give to this tensor.
-_HOOKS = frozenset(_named("register_hook retain_grad"))
-LOOKS = _HOOKS | frozenset(
+VIEWS = frozenset(_named("view view_as reshape flatten unsqueeze squeeze contiguous __getitem__"))
+LOOKS = frozenset(
     _named(
         "size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex get_device __len__ "
-        "element_size requires_grad_"
+        "element_size requires_grad_ register_hook retain_grad"
     )
 )
 _WRITES = frozenset(
@@ -64,7 +55,6 @@ _WRITES = frozenset(
         *_named("__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__"),
     ]
 )
-_ENDS = _WRITES | _PARTS | _HOOKS  # after which the narrow numbers, or the layer, do not make the loss
 _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
 
 
