@@ -18,7 +18,7 @@ sys.meta_path.insert(0, Finder())
 """
 
 
-def silences(words, folder, slow, *, terminal=False):
+def silences(words, folder, slow, *, terminal=False, cwd=None):
     """Runs `halfstep WORDS`; returns its exit code, what it printed, and each silence with what was said before.
 
     `slow` has seconds by module: what importing it takes longer.
@@ -29,7 +29,7 @@ def silences(words, folder, slow, *, terminal=False):
     begun = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-m", "halfstep", *words],
-        stdout=theirs, stderr=theirs, env=os.environ | {"PYTHONPATH": path, "TERM": "xterm"},
+        stdout=theirs, stderr=theirs, env=os.environ | {"PYTHONPATH": path, "TERM": "xterm"}, cwd=cwd,
     )  # fmt: skip
     os.close(theirs)
     said, gaps = "", []
