@@ -1,5 +1,6 @@
 """What only a GPU can show; docs/measurements/ keeps what it showed."""
 
+import copy
 import threading
 
 import numpy as np
@@ -418,3 +419,35 @@ def test_a_vocabulary_that_is_not_a_multiple_of_8_is_multiplied_as_the_next_one(
 
     assert tensor_core_padding(5003, torch.empty(0, device="cuda")) == 5
     assert all(map(torch.equal, run("cuda"), run("cpu")))
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "fp16-mixed"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_batch_norm_is_fp32_inside_and_keeps_no_wide_copy(policy, training):
+    """Its result and gradients are those of fp64, but for one rounding to the compute format and sums in fp32."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.BatchNorm2d(16)).cuda().train(training)
+    exact = copy.deepcopy(model).double()
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), exact.parameters(), strict=True):
+            q.copy_(p.normal_())
+    prepare(model, policy=policy)
+    x = (4 + torch.randn(32, 16, 24, 24, device="cuda")).to(memory_format=torch.channels_last)
+    x = x.to(torch.bfloat16 if policy == "bf16-mixed" else torch.float16)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        given = x.clone().requires_grad_()
+        y = model[0](given)
+    wide = x.double().requires_grad_()
+    expected = exact[0](wide)
+    g = torch.randn_like(y)
+    y.backward(g)
+    expected.backward(g.double())
+    eps = torch.finfo(y.dtype).eps
+    assert (y - expected).norm() <= eps * expected.norm()
+    assert (given.grad - wide.grad).norm() <= 2 * eps * wide.grad.norm()
+    for p, q in zip(model.parameters(), exact.parameters(), strict=True):
+        assert p.grad.dtype == torch.float32
+        assert (p.grad - q.grad).norm() <= 2.0**-12 * q.grad.norm()
+    assert not [t for t in kept if t.dtype == torch.float32 and t.numel() == x.numel()]
+    assert y.is_contiguous(memory_format=torch.channels_last)

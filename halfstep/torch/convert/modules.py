@@ -200,10 +200,12 @@ class BatchNorm(Normalization):
                 factor = 1.0 / float(self.num_batches_tracked)
         of_batch = self.training or self.running_mean is None
         mean, variance = (self.running_mean, self.running_var) if tracked or not self.training else (None, None)
-        x, (gain, bias) = island(x, "norm", self.casts), _wide_gains(self)
-        return exit_island(
-            F.batch_norm(x, mean, variance, gain, bias, of_batch, factor, self.eps), "norm", self.casts
-        )
+        gain, bias = _wide_gains(self)
+        # On a GPU the kernel is fp32 inside, so that no fp32 copy of the input is made, nor kept for backward.
+        direct = x.is_cuda and self.casts.fp32_norm and x.dtype is self.casts.compute
+        x = x if direct else island(x, "norm", self.casts)
+        y = F.batch_norm(x, mean, variance, gain, bias, of_batch, factor, self.eps)
+        return y if direct else exit_island(y, "norm", self.casts)
 
 
 class InstanceNorm(Normalization):
