@@ -203,6 +203,5 @@ def _outcome(
         return f"all {total} matmuls that rules name are faster in {formats} than in {wide} ({how})"
     if count == 0:
         return f"none of the {total} matmuls that rules name is faster in {formats}, so all stay {wide} ({how})"
-    return (
-        f"{count} of the {total} matmuls that rules name are faster in {formats}, the others stay {wide} ({how})"
-    )
+    some = f"{count} of the {total} matmuls that rules name are faster in {formats}"
+    return f"{some}, the others stay {wide} ({how})"
