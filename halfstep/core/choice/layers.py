@@ -119,8 +119,7 @@ def with_outcome(policy: object, outcome: object) -> str:
     return f"{policy} ({outcome})" if outcome else str(policy)
 
 
-NO_LAYERS = Measured()
-"""Of a policy whose rules do not say `measured`."""
+NO_LAYERS = Measured()  # of a policy whose rules do not say `measured`
 
 
 def not_measured(count: int | None = None) -> Measured:

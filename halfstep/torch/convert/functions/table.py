@@ -246,11 +246,7 @@ _VIEWS = (
 METHODS = (torch, Tensor)
 # As under autocast. Of those that have a narrow kernel on some device, torch computes the others in fp32 too.
 FP32_ONLY = [
-    *(
-        getattr(torch.fft, f"{kind}fft{dims}")
-        for kind in ("", "i", "r", "ir", "h", "ih")
-        for dims in ("", "2", "n")
-    ),
+    *(getattr(torch.fft, f"{a}fft{b}") for a in ("", "i", "r", "ir", "h", "ih") for b in ("", "2", "n")),
     torch.linalg.cond,  # `torch.cond` is another
     *named(
         "avg_pool3d cdist cholesky cholesky_ex cholesky_inverse cholesky_solve complex det eig eigh eigvals "

@@ -175,10 +175,8 @@ class Formats:
                     self.unseen[f"what TorchScript computes in `{full_name(model, name)}`"] = None
                 else:
                     where = where_of(full_name(model, name), type(module).__name__)
-                    parent, has_inner = (
-                        root.get_submodule(name.rpartition(".")[0]),
-                        any(True for _ in module.children()),
-                    )
+                    parent = root.get_submodule(name.rpartition(".")[0])
+                    has_inner = any(True for _ in module.children())
                     is_layer = not has_inner or any(True for _ in module.parameters(recurse=False))
                     is_block = has_inner and isinstance(parent, nn.ModuleList | nn.Sequential)
                     self._known[id(module)] = _Known(where, is_layer, is_block)

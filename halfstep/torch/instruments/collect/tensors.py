@@ -17,15 +17,8 @@ import torch
 from torch import Tensor
 
 # Code in these packages is not the user's; what it does is reported at the line that called it.
-LIBRARIES = [
-    "torch",
-    "accelerate",
-    "transformers",
-    "lightning",
-    "lightning_fabric",
-    "pytorch_lightning",
-    "halfstep",
-]
+LIBRARIES = ["torch", "accelerate", "transformers", "lightning", "lightning_fabric", "halfstep"]
+LIBRARIES += ["pytorch_lightning"]
 _STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
 
 
