@@ -157,8 +157,9 @@ class Attention(Layer):
         values = v_BHTK
         if self.value_mix is not None and first_values is not None:
             mix = parameter_to_compute(self.value_mix, casts)
-            change = times(round_to_compute(first_values - v_BHTK, casts), mix, casts)
-            v_BHTK = round_to_compute(v_BHTK + change, casts)
+            v_BHTK = round_to_compute(
+                v_BHTK + times(round_to_compute(first_values - v_BHTK, casts), mix, casts), casts
+            )
         if self.q_norm is not None and self.k_norm is not None:
             q_BHTK, k_BHTK = self.q_norm(q_BHTK), self.k_norm(k_BHTK)
         if self.config.positions == "rotary":
@@ -186,8 +187,9 @@ class MLP(Layer):
         casts = self.casts
         hidden = to_compute(self.up(x_BTD), casts)
         if self.gate is not None:
-            gate = to_compute(_silu(to_compute(self.gate(x_BTD), casts)), casts)
-            hidden = round_to_compute(gate * hidden, casts)
+            hidden = round_to_compute(
+                to_compute(_silu(to_compute(self.gate(x_BTD), casts)), casts) * hidden, casts
+            )
         elif self.kind == "relu2":
             hidden = round_to_compute(mx.maximum(hidden, 0).square(), casts)
         else:

@@ -151,8 +151,9 @@ class Session(Shell):
             given = {name: restored(record) for name, record in state.items()}
             pop_from_state(dict(given), self.run.ema)  # says which setting differs
             ours = {self._moments.get(name, name): name for name in self.run.state_dict()}
-            renamed = {ours.get(name, name): array for name, array in given.items()}
-            self.run.load_state_dict(self._of_optimizers(given) | renamed)
+            self.run.load_state_dict(
+                self._of_optimizers(given) | {ours.get(n, n): array for n, array in given.items()}
+            )
 
     def _of_optimizers(self, given: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Returns what MLX's optimizers hold besides moments: counts, all of them `applied`, and rates."""

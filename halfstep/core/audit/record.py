@@ -200,8 +200,7 @@ def group_calls(calls: Iterable[Call], by: Literal["target", "place"]) -> dict[s
 
 def finite_or_none(value: Any) -> float | None:
     """Returns a loss as records hold it: None if it is not finite."""
-    number = float(value)
-    return number if math.isfinite(number) else None
+    return number if math.isfinite(number := float(value)) else None
 
 
 # Names of common models; a tensor that none fits is `other`, of which no rule asks anything special.

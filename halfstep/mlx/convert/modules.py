@@ -75,8 +75,9 @@ class LayerNorm(Layer, normalization.LayerNorm):
     _repr_template = "{p.norm} inside, {p.compute} out"
 
     def __call__(self, x: mx.array) -> mx.array:
-        x = self.check_activation_dtype(x)
-        return layer_norm(x, self.get("weight"), self.get("bias"), self.casts, self.eps)
+        return layer_norm(
+            self.check_activation_dtype(x), self.get("weight"), self.get("bias"), self.casts, self.eps
+        )
 
 
 class MultiHeadAttention(Layer, transformer.MultiHeadAttention):
