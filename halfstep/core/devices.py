@@ -42,12 +42,9 @@ class Device:
 
     kind: Kind
     name: str
-    capability: tuple[int, int] | None = None
-    """NVIDIA's compute capability."""
-    architecture: str = ""
-    """AMD gfx90a; TPU v5e; Intel xe-hpc or arc; Apple m1; CPU x86_64 or aarch64."""
-    features: frozenset[str] = frozenset()
-    """CPU flags, as in CPU_FEATURES."""
+    capability: tuple[int, int] | None = None  # NVIDIA's compute capability
+    architecture: str = ""  # AMD gfx90a; TPU v5e; Intel xe-hpc or arc; Apple m1; CPU x86_64 or aarch64
+    features: frozenset[str] = frozenset()  # CPU flags, as in CPU_FEATURES
 
     def __str__(self) -> str:
         if self.capability is not None:

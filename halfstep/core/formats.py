@@ -36,8 +36,7 @@ class Format:
     exponent_bits: int
     mantissa_bits: int
     specials: Specials = "ieee"
-    bias: int = -1
-    """Exponent bias; -1 means the usual one of the family."""
+    bias: int = -1  # of the exponent; -1 means the usual one of the family
 
     def __post_init__(self) -> None:
         if not (2 <= self.exponent_bits <= 8 and 1 <= self.mantissa_bits <= 23):

@@ -125,9 +125,7 @@ class Policy:
         if self.eval.format is None:
             return self
         operand = Operand(self.eval.format)
-        rules = [
-            (rule.glob, [(r, v) for r, v in rule.changes if not isinstance(v, Operand)]) for rule in self.rules
-        ]
+        rules = [(rule.glob, [c for c in rule.changes if not isinstance(c[1], Operand)]) for rule in self.rules]
         return replace(
             self,
             compute=operand,
@@ -323,9 +321,8 @@ def read_table(table: Mapping[str, Any], *, auto: bool = True) -> Spelling:
         raise PolicySyntaxError(
             f"policy.rules is {rules!r}; it must be a table", hint='such as "lm_head" = "compute=fp32"'
         )
-    return Spelling(
-        base, items, tuple(Rule.parse(glob, _check_string(glob, text)) for glob, text in rules.items())
-    )
+    parsed = tuple(Rule.parse(glob, _check_string(glob, text)) for glob, text in rules.items())
+    return Spelling(base, items, parsed)
 
 
 def _read_rules(parts: Iterable[str]) -> Iterator[Rule]:

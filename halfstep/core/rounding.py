@@ -223,8 +223,6 @@ def _pack(
             code += 2 * remainder >= 1 << shift
         case "stochastic":
             code += words < (remainder << 32) >> shift
-        case "truncate":
-            pass
     return code
 
 

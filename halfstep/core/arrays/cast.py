@@ -54,11 +54,9 @@ Array = Any
 class Arrays(NamedTuple):
     """What a cast uses of a framework."""
 
-    xp: Any
-    """Its namespace, with `where`, `clip`, `abs`, `floor`, `round`, `int16`, `int32` and `float32`."""
+    xp: Any  # its namespace, with `where`, `clip`, `abs`, `floor`, `round`, `int16`, `int32` and `float32`
     astype: Callable[[Array, Any], Array]
-    flushes: bool = False
-    """Whether its floating-point operations may flush subnormals of fp32 that are inputs."""
+    flushes: bool = False  # whether its floating-point operations may flush subnormals of fp32 that are inputs
 
 
 class Scale(NamedTuple):

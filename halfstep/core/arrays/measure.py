@@ -26,29 +26,15 @@ from halfstep.core.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format
 from halfstep.core.policy import PRESETS, Policy, as_policy, read, read_as
 from halfstep.core.refusal import slow_formats
 
-FORMATS = (FP32, TF32, BF16, FP16, E4M3, E5M2)
-"""The formats that a probe asks about."""
-CANDIDATES = (FP32, BF16, FP16)
-"""The formats that `auto` chooses from."""
-BUDGET = 3.0
-"""Seconds in which it chooses."""
-TOKENS = 16384
-"""The tokens of a micro-batch, if the caller does not give their number."""
+FORMATS = (FP32, TF32, BF16, FP16, E4M3, E5M2)  # that a probe asks about
+CANDIDATES = (FP32, BF16, FP16)  # that `auto` chooses from
+BUDGET = 3.0  # seconds in which it chooses
+TOKENS = 16384  # of a micro-batch, if the caller does not give their number
 # GPT-2's MLP. At 4096 tokens an fp8 matmul takes no longer than its launch (H200), hence four times as many.
-ACCELERATOR_SHAPES: tuple[Shape, ...] = (
-    (256, 256, 1024),
-    (1024, 512, 2048),
-    (4096, 768, 3072),
-    (16384, 768, 3072),
-)
-CPU_SHAPES: tuple[Shape, ...] = (
-    (32, 32, 128),
-    (64, 64, 256),
-    (128, 128, 512),
-    (256, 256, 1024),
-    (512, 512, 2048),
-    (1024, 768, 3072),
-)
+_ON_ACCELERATOR = ((256, 256), (1024, 512), (4096, 768), (16384, 768))
+_ON_CPU = ((32, 32), (64, 64), (128, 128), (256, 256), (512, 512), (1024, 768))
+ACCELERATOR_SHAPES: tuple[Shape, ...] = tuple((tokens, width, 4 * width) for tokens, width in _ON_ACCELERATOR)
+CPU_SHAPES: tuple[Shape, ...] = tuple((tokens, width, 4 * width) for tokens, width in _ON_CPU)
 # No block is timed in a format whose matmuls are this many times slower than fp32's: it cannot win.
 TOO_SLOW = 4
 # Of the time budget of `measure_block`; the blocks get the rest.

@@ -7,7 +7,6 @@ from typing import Literal, NamedTuple
 from halfstep.core.errors import warn_renamed
 
 IN_COMPUTE = "it is in compute already"
-SHOWN = 3
 
 
 class Row(NamedTuple):
@@ -41,13 +40,12 @@ class Coverage:
         groups: dict[tuple[str, str, str], list[Row]] = {}
         for row in self.rows:
             groups.setdefault((row.how, row.function, row.why), []).append(row)
-        return "\n".join(_line(*key, rows) for key, rows in sorted(groups.items(), reverse=True))
+        return "\n".join(
+            f"  {sum(row.calls for row in rows)} {function} ({some([row.module for row in rows])}): {how}, {why}"
+            for (how, function, why), rows in sorted(groups.items(), reverse=True)
+        )
 
 
-def some(names: Sequence[str]) -> str:
+def some(names: Sequence[str], shown: int = 3) -> str:
     """Returns the first of some names, and the number of the others."""
-    return ", ".join(names[:SHOWN]) + (f", and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-
-
-def _line(how: str, function: str, why: str, rows: list[Row]) -> str:
-    return f"  {sum(row.calls for row in rows)} {function} ({some([row.module for row in rows])}): {how}, {why}"
+    return ", ".join(names[:shown]) + (f", and {len(names) - shown} more" if len(names) > shown else "")

@@ -50,8 +50,7 @@ def check(
     """
     for each in suppressed:
         _matching_ids(each.rule, exact=True)
-    found = check_each(records, select, ignore)
-    return group([each for each in found if not any(rule.covers(each) for rule in suppressed)])
+    return group([f for f in check_each(records, select, ignore) if not any(r.covers(f) for r in suppressed)])
 
 
 def check_each(

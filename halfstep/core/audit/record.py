@@ -6,6 +6,7 @@ Places are `file:line` in the code of the user. Everything is plain data, so tha
 processes as JSON.
 """
 
+import math
 import re
 import types
 from collections.abc import Iterable, Sequence
@@ -19,19 +20,9 @@ OperationKind = Literal[
     "norm", "softmax", "router", "loss", "matmul", "attention", "accumulation", "reduction", "positions", "other"
 ]
 CallKind = Literal[
-    "scale",
-    "unscale",
-    "clip",
-    "step",
-    "update",
-    "zero",
-    "schedule",
-    "backward",
-    "autocast",
-    "reduce",
-    "load",
+    "scale", "unscale", "clip", "step", "update", "zero", "schedule", "backward", "autocast", "reduce", "load",
     "save",
-]
+]  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -205,6 +196,11 @@ def group_calls(calls: Iterable[Call], by: Literal["target", "place"]) -> dict[s
     for call in calls:
         groups.setdefault(getattr(call, by), []).append(call)
     return groups
+
+
+def finite_or_none(value: Any) -> float | None:
+    """Returns a loss as records hold it: None if it is not finite."""
+    return number if math.isfinite(number := float(value)) else None
 
 
 # Names of common models; a tensor that none fits is `other`, of which no rule asks anything special.

@@ -119,8 +119,7 @@ def with_outcome(policy: object, outcome: object) -> str:
     return f"{policy} ({outcome})" if outcome else str(policy)
 
 
-NO_LAYERS = Measured()
-"""Of a policy whose rules do not say `measured`."""
+NO_LAYERS = Measured()  # of a policy whose rules do not say `measured`
 
 
 def not_measured(count: int | None = None) -> Measured:
@@ -203,6 +202,5 @@ def _outcome(
         return f"all {total} matmuls that rules name are faster in {formats} than in {wide} ({how})"
     if count == 0:
         return f"none of the {total} matmuls that rules name is faster in {formats}, so all stay {wide} ({how})"
-    return (
-        f"{count} of the {total} matmuls that rules name are faster in {formats}, the others stay {wide} ({how})"
-    )
+    some = f"{count} of the {total} matmuls that rules name are faster in {formats}"
+    return f"{some}, the others stay {wide} ({how})"

@@ -58,11 +58,6 @@ class Sums(NamedTuple):
         a, b = math.sqrt(self.ours), math.sqrt(self.reference)
         return max(0.0, (self.error - (a - b) ** 2) / (2 * a * b)) if a and b else 1.0
 
-    @property
-    def finite(self) -> bool:
-        """Whether all of them are."""
-        return all(map(math.isfinite, self))
-
 
 class Pass(NamedTuple):
     """The loss of one pass, and the sums of each layer against the fp32 pass."""
@@ -73,7 +68,7 @@ class Pass(NamedTuple):
     @property
     def finite(self) -> bool:
         """Whether loss and gradients are."""
-        return math.isfinite(self.loss) and all(sums.finite for sums in self.layers.values())
+        return math.isfinite(self.loss) and all(math.isfinite(x) for sums in self.layers.values() for x in sums)
 
 
 @dataclass(frozen=True)
@@ -200,10 +195,7 @@ class Shadow:
             f"loss {self.loss:.6g}, in fp32 {self.reference:.6g}: {self.difference:+.3g}, {where} of what noise "
             f"of {self.noise} does ({low:+.3g} to {high:+.3g})",
             self.describe() or f"the gradients of all {len(self.layers)} layers are inside",
-            *(
-                f"not widened in the fp32 pass: {_list_names([name])}: {why}"
-                for name, why in self.unwidened.items()
-            ),
+            *(f"not widened in the fp32 pass: {_list_names([n])}: {why}" for n, why in self.unwidened.items()),
         ]
         width = max(map(len, [*self.layers, "layer"]))
         lines.append(f"{'layer':<{width}}  {'cosine':>10} {'lowest':>10}  {'norm':>8}  {'SQNR':>9} {'lowest':>9}")
@@ -220,19 +212,14 @@ def compare_passes(ours: Pass, reference: float, draws: Sequence[Pass], noise: s
     """Returns a pass beside the fp32 one, whose loss is given, and noisy ones."""
     if not (ours.finite and math.isfinite(reference) and all(draw.finite for draw in draws)):
         return Shadow(ours.loss, reference, (-math.inf, math.inf), {}, noise)
-    reach = _reach(len(ours.layers), len(draws))
+    bounds = 4 * len(ours.layers) + 2  # cosine, sqnr and both ends of the norm of each; both ends of the loss
+    reach = t_quantile(1 - BY_CHANCE / bounds, len(draws) - 1) * math.sqrt(1 + 1 / len(draws))
     layers = {
         name: LayerShadow(sums, Band.of([draw.layers[name] for draw in draws], reach))
         for name, sums in ours.layers.items()
     }
     band = _interval([draw.loss - reference for draw in draws], reach)
     return Shadow(ours.loss, reference, band, layers, noise)
-
-
-def _reach(num_layers: int, draws: int) -> float:
-    """Returns how many standard deviations of the draws a band is wide, to each side."""
-    bounds = 4 * num_layers + 2  # cosine, sqnr and both ends of the norm of each layer; both ends of the loss
-    return t_quantile(1 - BY_CHANCE / bounds, draws - 1) * math.sqrt(1 + 1 / draws)
 
 
 def _interval(values: Sequence[float], reach: float) -> Range:

@@ -37,8 +37,33 @@ _COUNTS = ("count", "zeros", "nans", "infs", "overflow", "underflow", "subnormal
 _POWER_SUMS = ("signal", "noise", "fourth")
 
 
+class Losses:
+    """What follows from sums over the elements of a cast."""
+
+    count: int
+    overflow: int
+    underflow: int
+    signal: float
+    noise: float
+
+    @property
+    def sqnr_db(self) -> float:
+        """Signal to quantization noise in decibels; inf without noise, NaN without signal."""
+        return sqnr_db(self.signal, self.noise)
+
+    @property
+    def overflow_fraction(self) -> float:
+        """Elements that are lost at the top, among all; NaN when there are none at all, as for other fractions."""
+        return _fraction(self.overflow, self.count)
+
+    @property
+    def underflow_fraction(self) -> float:
+        """Nonzero elements that become zero, among all."""
+        return _fraction(self.underflow, self.count)
+
+
 @dataclass(frozen=True)
-class TensorStats:
+class TensorStats(Losses):
     """Sums over the elements of one or more tensors, as one format sees them."""
 
     format: Format
@@ -112,11 +137,6 @@ class TensorStats:
     __add__ = merge
 
     @property
-    def sqnr_db(self) -> float:
-        """Signal to quantization noise in decibels; inf without noise, NaN without signal."""
-        return sqnr_db(self.signal, self.noise)
-
-    @property
     def headroom_bits(self) -> float:
         """Binades between the largest magnitude, unscaled, and the format's; negative beyond it, NaN for zeros."""
         return headroom_bits(self.amax, self.format)
@@ -126,16 +146,6 @@ class TensorStats:
         """mean x^4 / (mean x^2)^2 of the finite elements; NaN without signal."""
         finite = self.count - self.nans - self.infs
         return finite * self.fourth / self.signal**2 if self.signal else math.nan
-
-    @property
-    def overflow_fraction(self) -> float:
-        """Overflowing elements among all; NaN when there are none at all, as for the other fractions."""
-        return _fraction(self.overflow, self.count)
-
-    @property
-    def underflow_fraction(self) -> float:
-        """Nonzero elements that become zero, among all."""
-        return _fraction(self.underflow, self.count)
 
     @property
     def subnormal_fraction(self) -> float:

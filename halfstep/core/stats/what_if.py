@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from halfstep.core.arrays.cast import cast_constants
 from halfstep.core.formats import Format, parse
 from halfstep.core.rounding import as_fp32, cast, overflows
-from halfstep.core.stats.tensors import sqnr_db
+from halfstep.core.stats.tensors import Losses
 
 SPECS = ("bf16", "fp16", "e4m3", "e4m3:row", "e4m3:block", "e5m2", "e5m2:row", "e5m2:block")
 BLOCK = 32
@@ -50,7 +50,7 @@ def spec_of(text: str) -> Spec:
 
 
 @dataclass(frozen=True)
-class SignalLost:
+class SignalLost(Losses):
     """What a cast loses, in sums that merge."""
 
     count: int = 0  # elements, of every kind
@@ -64,21 +64,6 @@ class SignalLost:
         return SignalLost(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
     __add__ = merge
-
-    @property
-    def sqnr_db(self) -> float:
-        """Signal to quantization noise in decibels; inf without noise, NaN without signal."""
-        return sqnr_db(self.signal, self.noise)
-
-    @property
-    def overflow_fraction(self) -> float:
-        """Elements that are lost at the top, among all; NaN when there are none at all."""
-        return self.overflow / self.count if self.count else math.nan
-
-    @property
-    def underflow_fraction(self) -> float:
-        """Nonzero elements that become zero, among all; NaN when there are none at all."""
-        return self.underflow / self.count if self.count else math.nan
 
 
 def signal_lost(x: NDArray[Any], spec: str) -> SignalLost:

@@ -116,9 +116,7 @@ def check_policy(model: Module, policy: Policy, names: Sequence[str] | None = No
     names = _rule_names(modules, places, names)
     policy.resolve(names)  # refuses rules that match nothing
     check_implemented(policy, "mlx", lambda _: "`current` scales by this step's own amax")
-    multiplying = [
-        name for name, module in modules.items() if isinstance(module, Matmul) or _kind(module) is Linear
-    ]
+    multiplying = [name for name, m in modules.items() if isinstance(m, Matmul) or _kind(m) is Linear]
     owners = [place.owner for place in places.values()]
     computing = [*(name for name, module in modules.items() if _kind(module) is not None), *owners]
     reach = {"operand": multiplying, "param": owners, "moments": owners, "compute": computing, "grad": computing}

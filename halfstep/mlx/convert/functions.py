@@ -75,9 +75,7 @@ def _attention(function: Call, role: str, args: Any, kwargs: Any, casts: Casts) 
         note(function.__name__, "it is given fp32", reached=False)
         return function(*args, **kwargs)
     note(function.__name__, "fp32 scores and softmax, compute out")
-    given |= {
-        name: to_compute(given[name], casts) for name in "qkv"
-    }  # a mask is added in fp32, and is not rounded
+    given |= {n: to_compute(given[n], casts) for n in "qkv"}  # a mask is added in fp32, and is not rounded
     return to_compute(function(**map_floats(lambda x: x.astype(mx.float32), given)), casts)
 
 

@@ -4,7 +4,7 @@ Forward, the cause lies between the last layer that was given finite numbers and
 what left the layer whose gradient is the first that is not finite in the order of the pass.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,8 @@ def find(run: Any, loss_fn: Any, micro_batches: Sequence[Any], factor: float) ->
 
     with run.masters.swap_in():
         parameters: Any = tree_flatten(run.model.parameters())
-        cause = _bad_weight(parameters)
+        bad = next((name for name, array in parameters if not _fine(array)), None)
+        cause = None if bad is None else Cause("forward", f"the weight `{bad}` itself", bad.rpartition(".")[0])
         losses = [_as_tuple(loss_fn(run.model, batch))[0] for batch in micro_batches]
     for number, (batch, loss) in enumerate(zip(micro_batches, losses, strict=True)):
         seen = [] if run.watching is None else run.watching.arrays_of_pass(scaled, batch)
@@ -36,14 +37,6 @@ def find(run: Any, loss_fn: Any, micro_batches: Sequence[Any], factor: float) ->
 
 def _as_tuple(returned: Any) -> tuple[Any, ...]:
     return returned if isinstance(returned, tuple) else (returned,)
-
-
-def _bad_weight(parameters: Iterable[tuple[str, mx.array]]) -> Cause | None:
-    """Returns the first weight that is not finite, as a cause."""
-    for name, array in parameters:
-        if not _fine(array):
-            return Cause("forward", f"the weight `{name}` itself", name.rpartition(".")[0])
-    return None
 
 
 def _in_pass(loss: mx.array, seen: Sequence[tuple[str, str, mx.array]], micro_batch: int) -> Cause | None:

@@ -4,15 +4,9 @@ from typing import Any
 
 from mlx.nn.layers.base import Module
 
-from halfstep.core.audit.record import Operation, Record
+from halfstep.core.audit.record import Operation, Record, finite_or_none
 from halfstep.mlx.convert.places import walk
-from halfstep.mlx.instruments.collect.updates import (
-    PART,
-    UpdateNumbers,
-    count_update,
-    describe_weights,
-    finite_or_none,
-)
+from halfstep.mlx.instruments.collect.updates import PART, UpdateNumbers, count_update, describe_weights
 from halfstep.mlx.instruments.monitor import layer_kind, layer_precision
 
 

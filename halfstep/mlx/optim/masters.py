@@ -103,11 +103,8 @@ class Masters:
     @contextmanager
     def preserve(self) -> Iterator[None]:
         """Restores the masters after the block, exactly."""
-        before, remainders, halves = (
-            {n: p.array for n, p in self.places.items()},
-            {**self.remainders},
-            self._halves,
-        )
+        before = {name: place.array for name, place in self.places.items()}
+        remainders, halves = {**self.remainders}, self._halves
         try:
             yield
         finally:

@@ -46,8 +46,7 @@ class AdamW(mlx.optimizers.AdamW):
         state["m"] = first * state["m"] + (1 - first) * gradient
         state["v"] = second * state["v"] + (1 - second) * mx.square(gradient)
         rate = self.learning_rate
-        scale = mx.rsqrt(_one_minus_power(second, self.step))
-        update = state["m"] / (mx.sqrt(state["v"]) * scale + self.eps)
+        update = state["m"] / (mx.sqrt(state["v"]) * mx.rsqrt(_one_minus_power(second, self.step)) + self.eps)
         decayed = parameter * (1 - rate * self.weight_decay)
         return decayed - (rate / _one_minus_power(first, self.step)) * update
 

@@ -172,12 +172,10 @@ class Engine:
         if isinstance(micro_batches, mx.array | dict | np.ndarray) or not callable(loss_fn):
             raise step_error(loss_fn, micro_batches)
         differentiate = self.value_and_grad(loss_fn)
-        empty = self._sum is None
         try:
             for batch in micro_batches:
                 self.accumulate(differentiate(batch)[1])
-                empty = False
-            if empty:
+            if self._sum is None:
                 raise no_batches_error()
             return self.update()
         except BaseException as error:
@@ -239,9 +237,8 @@ class Engine:
             return total
         finite = mx.isfinite(norm_of(total.arrays) / total.weights)
         factor = 1.0 / (total.scale * total.weights)
-        return replace(
-            total, arrays={n: g.astype(mx.float32) * factor for n, g in total.arrays.items()}, finite=finite
-        )
+        unscaled = {name: g.astype(mx.float32) * factor for name, g in total.arrays.items()}
+        return replace(total, arrays=unscaled, finite=finite)
 
     def update(self, grads: "Gradients | Sequence[Gradients] | None" = None) -> StepResult:
         """Finite? -> unscale -> clip -> step -> rescale, with the gradients given here or to `accumulate`."""

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import resolve_name
 
 from halfstep.core.audit.coverage import Coverage, Row
 from halfstep.core.errors import warn_caller
@@ -23,6 +23,7 @@ from halfstep.torch.convert.functions.entry import Entry, Scope, Skip, tensors_o
 from halfstep.torch.convert.functions.mode import WATCHERS
 from halfstep.torch.convert.functions.table import ATTENTION, SENSITIVE, is_arithmetic
 from halfstep.torch.instruments.collect.counts import Counts
+from halfstep.torch.instruments.collect.formats import ResultMode
 from halfstep.torch.instruments.replay import RunningModules, extra_pass
 from halfstep.torch.numerics import attention
 from halfstep.torch.numerics.dtypes import NARROW, format_of
@@ -32,7 +33,7 @@ from halfstep.torch.numerics.lowering import bypass_mode, to_compute
 def record(model: nn.Module, loss_fn: Callable[[Any], Any], batch: Any) -> Coverage:
     """Runs one forward pass and lists its functions."""
     counts: dict[Row, int] = {}
-    running = RunningModules()
+    running, followed = RunningModules(), Counts()
 
     def add(row: Row) -> None:
         counts[row] = counts.get(row, 0) + 1
@@ -43,31 +44,21 @@ def record(model: nn.Module, loss_fn: Callable[[Any], Any], batch: Any) -> Cover
             kernel = _kernel(scope, args, kwargs) if func is F.scaled_dot_product_attention else ""
             add(Row(_function(func), _inside(running), how[0], how[1] + kernel))
 
+    def see(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        count = followed.see(func, args, kwargs, result)
+        if count is not None and (rounded := int(count.rounded)):
+            fmt, module = format_of(count.dtype), _inside(running)
+            why = f"counts in {fmt}, which rounds {rounded} of {count.elements} positions: count in integers"
+            warn_caller(f"`{count.function}` {why}" + (f" (`{module}`)" if module else ""))
+            add(Row(count.function, module, "unchanged", why))
+
     WATCHERS.append(watch)
     try:
-        with extra_pass(model), running.follow(model), _CountMode(running, add):
+        with extra_pass(model), running.follow(model), ResultMode(see):
             loss_fn(batch)
     finally:
         WATCHERS.remove(watch)
     return Coverage(tuple(row._replace(calls=calls) for row, calls in counts.items()))
-
-
-class _CountMode(TorchFunctionMode):
-    """Sees each function after it has run, and reports positions that were counted in a narrow format."""
-
-    def __init__(self, running: RunningModules, add: Callable[[Row], None]):
-        super().__init__()
-        self._running, self._add, self._counts = running, add, Counts()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        count = self._counts.see(func, args, kwargs or {}, result)
-        if count is not None and (rounded := int(count.rounded)):
-            fmt, module = format_of(count.dtype), _inside(self._running)
-            why = f"counts in {fmt}, which rounds {rounded} of {count.elements} positions: count in integers"
-            warn_caller(f"`{count.function}` {why}" + (f" (`{module}`)" if module else ""))
-            self._add(Row(count.function, module, "unchanged", why))
-        return result
 
 
 def _inside(running: RunningModules) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.torch.instruments.collect.patches import Patches
+from halfstep.torch.instruments.collect.tensors import is_narrow
 
 _PASS_ON = {__name__, "halfstep.torch.instruments.noise", "halfstep.torch.instruments.collect.patches"} | {
     f"halfstep.torch.convert.functions.{name}" for name in ("mode", "custom", "entry")
@@ -60,12 +61,12 @@ class OwnCasts:
             self._note(self.unwidened, f"reads or writes bits ({place})")
             if args[1].itemsize < args[0].itemsize and not kept:
                 raise ValueError  # they would be those of the wide number
-        if asked is not None and _is_narrow(asked) and (place := _asked_at()):
+        if asked is not None and is_narrow(asked) and (place := _asked_at()):
             what = f"casts to {str(asked).removeprefix('torch.')} ({place})"
             self._note(self.unwidened if kept else self.casts, what)
             kwargs = kwargs if kept or module in self.as_written else {**kwargs, "dtype": torch.float32}
         if product and len(floats) > 1:  # with a batch, or a buffer, that is narrow before any pass
-            args = [x.float() if isinstance(x, Tensor) and _is_narrow(x.dtype) else x for x in args]
+            args = [x.float() if isinstance(x, Tensor) and is_narrow(x.dtype) else x for x in args]
         return args, kwargs
 
     def watch_memory(self) -> Patches:
@@ -83,10 +84,6 @@ class OwnCasts:
     def _note(self, where: dict[str, str], what: str) -> None:
         if not self.as_written:
             where.setdefault(self._last, what)
-
-
-def _is_narrow(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize < 4
 
 
 def _asked_at(through: str = "torch") -> str:

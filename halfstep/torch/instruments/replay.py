@@ -147,12 +147,9 @@ def replay(
         ours = [grads[id(p)] for p in run.parameters if id(p) in grads and id(p) not in summed and not is_shard(p)]
         average(ours, torch.float32)
     factor = 1.0 / (scale * weights)
-    named = {run.masters.names[p]: grads[id(p)] for p in run.parameters if id(p) in grads}
-    return Replay(mean_loss(losses, weights).detach(), {name: _dense(g) * factor for name, g in named.items()})
-
-
-def _dense(grad: Tensor) -> Tensor:
-    return (grad.to_dense() if grad.is_sparse else grad).detach().float()
+    named = {run.masters.names[p]: grads[id(p)].detach() for p in run.parameters if id(p) in grads}
+    wide = {name: (g.to_dense() if g.is_sparse else g).float() * factor for name, g in named.items()}
+    return Replay(mean_loss(losses, weights).detach(), wide)
 
 
 # --- passes that leave no trace

@@ -55,16 +55,14 @@ def _kinds(model: nn.Module, fmt: Format) -> dict[str, dict[str, Precision]]:
     narrow = replace(wide, compute=around, grad=around, operand=Operand(fmt), grad_operand=Operand(fmt))
     tables = [name for name in names if isinstance(modules[name], Embedding) and around != FP32]
     others = [name for name in names if not isinstance(modules[name], Embedding | Normalization | Island)]
-    found = {}
-    for role in ("norm", "softmax", "loss"):
-        found[role] = dict.fromkeys(names, replace(wide, **dict[str, Any]({role: fmt})))
-    return {"matmul": dict.fromkeys(others, narrow), "embedding": dict.fromkeys(tables, narrow), **found}
+    inside = {role: replace(wide, **dict[str, Any]({role: fmt})) for role in ("norm", "softmax", "loss")}
+    islands = {role: dict.fromkeys(names, precision) for role, precision in inside.items()}
+    return {"matmul": dict.fromkeys(others, narrow), "embedding": dict.fromkeys(tables, narrow), **islands}
 
 
 def _lost_of_update(run: Any, gradients: Mapping[str, Tensor], fmt: Format) -> float:
-    rates = {
-        p: float(g["lr"]) for optimizer in run.optimizers for g in optimizer.param_groups for p in g["params"]
-    }
+    groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
+    rates = {p: float(group["lr"]) for group in groups for p in group["params"]}
     named, wide, rows = dict(run.model.named_parameters()), run.weights(), []
     for name, g in gradients.items():
         step, held = -rates[named[name]] * g / g.square().mean().sqrt(), carried(wide[name], fmt)

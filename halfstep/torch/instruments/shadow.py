@@ -56,12 +56,8 @@ class _ShadowPasses:
         self.reference = self._run_reference()
         ours = self._compare_with_reference(first)
         del first  # gradients of the whole model
-        noisy = [
-            self._compare_with_reference(
-                self._run({}, PassMode(self.draws, self.own, self.precisions, draw), FP32)
-            )
-            for draw in range(DRAWS)
-        ]
+        modes = [PassMode(self.draws, self.own, self.precisions, draw) for draw in range(DRAWS)]
+        noisy = [self._compare_with_reference(self._run({}, mode, FP32)) for mode in modes]
         reference = float(self.reference.loss)
         result = replace(
             compare_passes(ours, reference, noisy, noise), casts=self.own.casts, unwidened=self.own.unwidened
@@ -81,9 +77,7 @@ class _ShadowPasses:
                 return bool(alone.outside) or alone.loss_outside or not alone.finite
             return len(names) > 1  # fewer of them may run
 
-        suspects = [
-            n for n, precision in self.precisions.items() if precision != Precision() or n in self.own.casts
-        ]
+        suspects = [n for n, p in self.precisions.items() if p != Precision() or n in self.own.casts]
         return replace(result, causes=tuple(_causes(suspects, leads_outside)))
 
     def _run_reference(self) -> Replay:

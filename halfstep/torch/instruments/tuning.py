@@ -93,12 +93,9 @@ class Study:
 
 def share_lost(references: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> float:
     """Returns the share of a step's descent that is lost with these gradients."""
-    lost, whole = 0.0, 0.0
-    rows = []
+    lost, whole, rows = 0.0, 0.0, []
     for name, reference in references.items():
-        other = grads.get(name)
-        if other is None:
-            other = torch.zeros_like(reference)
+        other = grads[name] if name in grads else torch.zeros_like(reference)
         # In fp64, of sums in fp32 that are relative to the norm: 1 - cos is as small as e^2 / 2.
         norm, size = reference.norm(), other.norm()
         apart = (reference / norm - other / size).norm()

@@ -78,8 +78,7 @@ class Optimizer(torch.optim.Optimizer):
         held = _by_name(masters, self.names, lambda text: cast(Param, parse_value("param", text)))
         if any(param.split for param in held.values()):
             raise SplitMasterError(
-                "split masters need a model that can use them",
-                hint="prepare(model, optimizer, policy) makes them",
+                "split masters need a model that can use them", hint="prepare(model, optimizer, policy) makes them"
             )
         self.masters = Masters(self.names, held, seed=seed)
         self.moments = _by_name(moments, self.names, parse)
@@ -281,11 +280,7 @@ class AdamW(Optimizer):
     ) -> None:
         wide, steps = self.masters.wide(params), [state["step"] for state in states]
         first, second = [_widen(map(itemgetter(slot), states)) for slot in self.slots]
-        rule: dict[str, Any] = {
-            "lr": self.rate_of(group),
-            "weight_decay": group["weight_decay"],
-            "eps": group["eps"],
-        }
+        rule: dict[str, Any] = {"lr": self.rate_of(group), **{k: group[k] for k in ("weight_decay", "eps")}}
         rule |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
         rule |= {"fused": True, "found_inf": found_inf, "amsgrad": False, "maximize": False}
         adamw(wide, _widen(grads), first, second, [], steps, **rule)

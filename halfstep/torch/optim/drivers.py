@@ -380,7 +380,10 @@ def _check_kind(optimizer: Any, *, narrow: bool) -> None:
             hint="prepare(model, optimizer, policy) takes an optimizer or a list of them, such as "
             "torch.optim.AdamW(model.parameters(), lr=3e-4)",
         )
-    required = _required(optimizer)
+    # From the class: a scheduler puts a wrapper on the instance, which takes `self`.
+    _, *taken = inspect.signature(type(optimizer).step).parameters.values()
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [p.name for p in taken if p.default is p.empty and p.kind not in variable]
     if required and not isinstance(optimizer, Optimizer):
         raise UnsupportedOptimizerError(
             f"{label(optimizer)} needs `{required[0]}` for a step: it would evaluate the loss within it, with "
@@ -393,12 +396,6 @@ def _check_kind(optimizer: Any, *, narrow: bool) -> None:
             "are narrower than their masters",
             hint="hold masters as they are, with `param=fp32`",
         )
-
-
-def _required(optimizer: torch.optim.Optimizer) -> list[str]:
-    # From the class: a scheduler puts a wrapper on the instance, which takes `self`.
-    _, *taken = inspect.signature(type(optimizer).step).parameters.values()
-    return [p.name for p in taken if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def _everywhere(optimizer: torch.optim.Optimizer, way: str) -> bool:

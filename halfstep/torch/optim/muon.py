@@ -90,9 +90,8 @@ class Muon(Optimizer):
     def note(self) -> str:
         device = self.param_groups[0]["params"][0].device
         why = "the policy emulates" if self.emulate else why_torch(device, dtype_of(self.iteration))
-        return (
-            f"Newton-Schulz in {self.iteration}, symmetric products by {f'torch: {why}' if why else 'our kernel'}"
-        )
+        by = f"torch: {why}" if why else "our kernel"
+        return f"Newton-Schulz in {self.iteration}, symmetric products by {by}"
 
     @torch.no_grad()
     def update(self, grads: Grads, found_inf: Tensor | None, scale: Tensor | None) -> None:
@@ -108,7 +107,7 @@ class Muon(Optimizer):
         updates: Mapping[int, Tensor] = {}
         if batches and (self._shares or is_shard(batches[0][0][0])):
             out = torch.float32 if self.emulate else dtype_of(self.iteration)
-            inputs = [partial(self._directions, group, grads, scale) for _, group in batches]
+            inputs = [lambda params, g=g: self._momenta(g, grads, scale, params)[1] for _, g in batches]
             updates = work_on_owned([params for params, _ in batches], inputs, work, out)
         for params, group in batches:
             self._update(params, group, grads, scale, found_inf, updates, work)
@@ -124,9 +123,6 @@ class Muon(Optimizer):
         momentum = torch.stack(local_parts([self.state[p]["momentum"] for p in params])).float()
         momentum.mul_(kept).add_(given)
         return momentum, given.add_(kept * momentum)
-
-    def _directions(self, *given: Any) -> Tensor:
-        return self._momenta(*given)[1]
 
     def _update(
         self,

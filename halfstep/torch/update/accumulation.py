@@ -1,9 +1,7 @@
 """The sum of gradients over the micro-batches of one update.
 
-With S the scale, w_i the weight (tokens) of micro-batch i, and g_i the gradient of its mean loss, the gradient of
-the mean over all tokens is sum_i w_i g_i / sum_i w_i. The total is known only after the last micro-batch, and
-summing un-normalized losses would multiply fp16 gradients by thousands. So the sum so far is weighted relative to
-each new one, whose own backward pass sees S and no weight: one row beside 512 must not cost the scale nine bits.
+It is that of core/scaling.py, with the weights w_i relative to the newest micro-batch, whose own backward pass
+sees S and no weight: one row beside 512 must not cost the scale nine bits.
 
     accumulated  G <- G * w_(i-1) / w_i + S g_i           in the accumulate format, fp32
     gradient       = G * inv_scale * w_n / sum_i w_i      unscaled with the S that was used
@@ -323,12 +321,10 @@ def check_weight(weight: Any) -> Tensor | float:
             return weight.detach().reshape(())
     elif isinstance(weight, int | float) and weight >= 0.0:
         return weight
-    elif isinstance(weight, int | float) and weight < 0.0:
-        raise LossError(f"weight={weight!r}: a number of tokens is not negative", hint="0 adds nothing")
     given = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
     given = type_name(weight) if isinstance(weight, dict | tuple | list) else given
     raise LossError(
-        f"weight={given}: a number of tokens is one number",
+        f"weight={given}: a number of tokens is one number, 0 or more",
         hint="such as targets.numel(), or (y >= 0).sum(); or return the mean loss alone, without logits",
     )
 

@@ -39,13 +39,12 @@ def take_over(run: RunParts, optimizers: State | Sequence[State | None], scaler:
             f"{len(states)} optimizer states were given for {len(run.optimizers)} optimizers",
             hint="pass a list with one for each, None for an optimizer without a saved state",
         )
-    pairs = [
-        (o, s, _match_parameters(run, o, s)) for o, s in zip(run.optimizers, states, strict=True) if s is not None
-    ]
+    saved = zip(run.optimizers, states, strict=True)
+    pairs = [(o, s, _match_parameters(run, o, s)) for o, s in saved if s is not None]
     scale = _read_scale(run, scaler) if scaler else None
     lines = []
-    for optimizer, saved, matched in pairs:
-        steps = _write_state(run, optimizer, saved, matched)
+    for optimizer, state, matched in pairs:
+        steps = _write_state(run, optimizer, state, matched)
         run.num_applied.fill_(max(steps, int(run.num_applied)))
         lines.append(f"{label(optimizer)}: {len(matched)} parameters after {steps} updates")
     if scale is not None and scaler is not None:

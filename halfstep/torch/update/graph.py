@@ -254,9 +254,8 @@ def why_not_with(device: torch.device, optimizers: Sequence[torch.optim.Optimize
     if not has_graphs(device):
         return f"the model is on {device}, and only an NVIDIA GPU has them"
     others = [o for o in optimizers if not isinstance(o, Optimizer)]
-    return (
-        f"{label(others[0])} may hold its learning rate on the host; halfstep's AdamW does not" if others else ""
-    )
+    why = "may hold its learning rate on the host; halfstep's AdamW does not"
+    return f"{label(others[0])} {why}" if others else ""
 
 
 def check_graph(why: str, hint: str = PLAIN) -> None:

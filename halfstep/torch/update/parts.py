@@ -276,14 +276,10 @@ class RunParts:
             self._list_parameters()
             self._bind()
         check_device(self.parameters, self.device)
-        same_dtypes = [p.dtype for p in self.parameters] == self._dtypes
-        if (
-            same_dtypes
-            and [p.shape for p in self.parameters] == self._shapes
-            and not any(p.requires_grad for p in self._unheld)
-        ):
+        forms = [(p.dtype, p.shape) for p in self.parameters]
+        if forms == self._forms and not any(p.requires_grad for p in self._unheld):
             return
-        for p, dtype, shape in zip(self.parameters, self._dtypes, self._shapes, strict=True):
+        for p, (dtype, shape) in zip(self.parameters, self._forms, strict=True):
             if p.requires_grad and p.dtype is not dtype:
                 raise cast_error(self.masters.names[p], dtype, p.dtype)
             if p.requires_grad and not self._has_master(p):
@@ -301,8 +297,7 @@ class RunParts:
     def _list_parameters(self) -> None:
         taken = {p for driver in self.drivers for p in driver.parameters}
         self.parameters = [p for p in self.masters.names if p in taken]
-        as_prepared = [self._prepared[p] for p in self.parameters]
-        self._dtypes, self._shapes = [dtype for dtype, _ in as_prepared], [shape for _, shape in as_prepared]
+        self._forms = [self._prepared[p] for p in self.parameters]
         self._unheld = [p for p in self.parameters if not self._has_master(p)]
 
     def _check_still_there(self, drivers: Sequence[Driver]) -> None:

@@ -4,10 +4,10 @@
     update          is the norm of the sum finite? -> unscale with the S that was used -> clip to `clip_norm` ->
                     step every optimizer -> move the scale
 
-One norm of the sum serves the finite check and the clipping: it is finite exactly if every gradient is and none is
-beyond 1.8e19, which no step survives. Nothing here reads a number from the device, except drivers of optimizers
-that cannot skip there. A step that is not finite changes the scale alone: no parameter, state or running
-statistic. One with a loss that is not finite, and gradients that are, does not even change the scale.
+One norm of the sum serves the finite check and the clipping (core/scaling.py). Nothing here reads a number from
+the device, except drivers of optimizers that cannot skip there. A step that is not finite changes the scale alone:
+no parameter, state or running statistic. One with a loss that is not finite, and gradients that are, does not even
+change the scale.
 
 The engine knows no instrument. What watches a run is its `watching` and is called around each backward
 pass and each update.

@@ -29,26 +29,9 @@ CAUSAL = "without a mask where none is needed, compiled too: checked for padding
 
 def summarize(run: RunParts) -> list[str]:
     """Returns the lines of `Run.summary`."""
-    parts = (
-        _modules,
-        _attention,
-        _gelu,
-        _loss,
-        _fused,
-        _given,
-        _functions,
-        _measured,
-        _masters,
-        _gradients,
-        _ranks,
-        _optimizers,
-    )
+    policy = with_outcome(run.policy, run.conversion.measured.outcome)
     note = [f"  {run.note}"] if run.note else []
-    return [
-        with_outcome(run.policy, run.conversion.measured.outcome),
-        *note,
-        *(line for part in parts for line in part(run)),
-    ]
+    return [policy, *note, *(line for part in _PARTS for line in part(run))]
 
 
 def _modules(run: RunParts) -> Iterator[str]:
@@ -73,25 +56,16 @@ def _attention(run: RunParts) -> Iterator[str]:
         yield f"  attention of {row.model}: {form}"
 
 
-def _loss(run: RunParts) -> Iterator[str]:
-    """How our decoder computes its loss, on a device that has a kernel for it."""
-    if isinstance(run.model, Decoder) and run.model.cos_TK.device.type in attention.FUSED_ON:
-        why = run.model.why_not_fused()
-        codes = run.model.lm_head.gradient_codes()
-        fused = f"with the head, its gradient over the logits{codes}"
-        yield f"  loss: {f'of logits in fp32: {why}' if why else fused}"
-
-
-def _gelu(run: RunParts) -> Iterator[str]:
-    """How our decoder computes its GELU when it is compiled, on a device whose matmuls may compute it."""
+def _decoder(run: RunParts) -> Iterator[str]:
+    """How our decoder computes its GELU, when it is compiled, and its loss, on a device that may fuse them."""
     model = run.model
-    if (
-        isinstance(model, Decoder)
-        and model.config.mlp == "gelu"
-        and model.cos_TK.device.type in attention.FUSED_ON
-    ):
+    if not isinstance(model, Decoder) or model.cos_TK.device.type not in attention.FUSED_ON:
+        return
+    if model.config.mlp == "gelu":
         why = model.why_gelu_apart()
         yield f"  GELU: apart from the matmuls: {why}" if why else "  GELU: if compiled, by the matmuls around it"
+    fused = f"with the head, its gradient over the logits{model.lm_head.gradient_codes()}"
+    yield f"  loss: {f'of logits in fp32: {why}' if (why := model.why_not_fused()) else fused}"
 
 
 def _fused(run: RunParts) -> Iterator[str]:
@@ -200,3 +174,8 @@ def _optimizers(run: RunParts) -> Iterator[str]:
     if run.optimizers:
         why = why_not(run)
         yield f"  in a plain loop, loss.backward() and optimizer.step(): {f'refused, {why}' if why else 'exact'}"
+
+
+_PARTS = (
+    _modules, _attention, _decoder, _fused, _given, _functions, _measured, _masters, _gradients, _ranks, _optimizers,
+)  # fmt: skip

@@ -19,18 +19,11 @@ from mlx.utils import tree_flatten, tree_map
 
 from halfstep.core.audit import engine
 from halfstep.core.audit.finding import Finding
-from halfstep.core.audit.record import Call, Record, UpdateCounts
+from halfstep.core.audit.record import Call, Record, UpdateCounts, finite_or_none
 from halfstep.core.errors import AlreadyPreparedError, ArgumentError
 from halfstep.mlx.convert.places import arrays, trainable
 from halfstep.mlx.instruments.collect.operations import format_name, watching
-from halfstep.mlx.instruments.collect.updates import (
-    after_step,
-    before_step,
-    count_update,
-    cut,
-    describe_weights,
-    finite_or_none,
-)
+from halfstep.mlx.instruments.collect.updates import after_step, before_step, count_update, cut, describe_weights
 from halfstep.mlx.optim.optimizers import leaf_optimizers
 from halfstep.mlx.state import set_random_key
 
@@ -59,12 +52,7 @@ def audit(
 
 
 def record_of(
-    model: Module,
-    optimizer: Optimizer,
-    loss_fn: Callable[[Module, Any], Any],
-    batch: Any,
-    *,
-    steps: int = STEPS,
+    model: Module, optimizer: Optimizer, loss_fn: Callable[[Module, Any], Any], batch: Any, *, steps: int = STEPS
 ) -> Record:
     """Returns what rules read: facts about the formats and updates of a training."""
     _check(model, optimizer, steps)

@@ -180,9 +180,3 @@ def count_update(update: Update, format: str) -> UpdateCounts:
         meant = meant - decay
         meant[np.abs(meant) < 2.0**-50 * np.abs(before)] = 0  # what fp64 leaves of w (1 - rate decay) - w
     return count(before, after, Intended(meant, decay), format, gradient)
-
-
-def finite_or_none(value: Any) -> float | None:
-    """Returns a loss as records hold it: None if it is not finite."""
-    number = float(value)
-    return number if np.isfinite(number) else None

@@ -206,7 +206,7 @@ def _skip_alike(scope: Scope, args: Any, kwargs: Any) -> str:
     return Skip.NOT_MIXED if alike else ""
 
 
-def _in_dtype_of_first(scope: Scope, func: Any, args: Any, kwargs: Any) -> Any:
+def _in_first_dtype(scope: Scope, func: Any, args: Any, kwargs: Any) -> Any:
     args, kwargs = map_tensors(join_if_split, (args, kwargs))
     dtype = next(tensors_of(args, kwargs)).dtype
     args, kwargs = map_tensors(lambda t: t.to(dtype), (args, kwargs))
@@ -246,22 +246,18 @@ _VIEWS = (
 METHODS = (torch, Tensor)
 # As under autocast. Of those that have a narrow kernel on some device, torch computes the others in fp32 too.
 FP32_ONLY = [
+    *(getattr(torch.fft, f"{a}fft{b}") for a in ("", "i", "r", "ir", "h", "ih") for b in ("", "2", "n")),
+    torch.linalg.cond,  # `torch.cond` is another
     *named(
-        "fft ifft rfft irfft hfft ihfft fft2 ifft2 rfft2 irfft2 hfft2 ihfft2 fftn ifftn rfftn irfftn hfftn ihfftn",
-        torch.fft,
-    ),
-    *named(
-        "cholesky cholesky_ex cond det eig eigh eigvals eigvalsh householder_product inv inv_ex ldl_factor "
-        "ldl_solve lstsq lu lu_factor lu_solve matrix_norm matrix_rank pinv qr slogdet solve solve_ex "
-        "solve_triangular svd svdvals tensorinv tensorsolve",
+        "avg_pool3d cdist cholesky cholesky_ex cholesky_inverse cholesky_solve complex det eig eigh eigvals "
+        "eigvalsh geqrf grid_sample householder_product inv inv_ex inverse istft ldl_factor ldl_solve logdet "
+        "lstsq lu lu_factor lu_solve matrix_norm matrix_rank nanquantile orgqr ormqr pdist pinv pinverse polar qr "
+        "quantile slogdet solve solve_ex solve_triangular stft svd svdvals tensorinv tensorsolve triangular_solve "
+        "view_as_complex",
+        F,
         torch.linalg,
-    ),
-    *named(
-        "cdist cholesky cholesky_inverse cholesky_solve complex det geqrf inverse istft logdet nanquantile orgqr "
-        "ormqr pinverse polar qr quantile slogdet stft svd triangular_solve view_as_complex",
         *METHODS,
     ),
-    *named("avg_pool3d grid_sample pdist", F),
 ]
 _INDEXED = (
     "index_add index_copy index_put index_reduce masked_scatter put scatter scatter_add scatter_reduce index_add_ "
@@ -292,9 +288,7 @@ TABLE: dict[Any, Entry] = {
         Entry(_skip_many, _mix_widened, "fp32 inside, compute out"),
     ),
     **dict.fromkeys(FP32_ONLY, Entry(_skip_wide, _in_fp32, "fp32 inside and out, as under autocast")),
-    **dict.fromkeys(
-        named(_INDEXED, *METHODS), Entry(_skip_alike, _in_dtype_of_first, "in the dtype of the first")
-    ),
+    **dict.fromkeys(named(_INDEXED, *METHODS), Entry(_skip_alike, _in_first_dtype, "in the dtype of the first")),
 }
 # In models with split masters: views of a split parameter are views of the joined master, with an fp32 gradient.
 VIEWS: dict[Any, Entry] = {

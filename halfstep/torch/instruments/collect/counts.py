@@ -47,19 +47,16 @@ class Counts:
         """Takes a call that was made; returns the count if it made integers of one."""
         if not isinstance(out, Tensor) or not (function in _COUNTING or len(self._counts)):
             return None
-        if function in _COUNTING:
-            if is_narrow(out.dtype) and "out" not in kwargs:
-                exact = function(*args, **{**kwargs, "dtype": torch.float32})
-                rounded = (exact == exact.round()).all() * (out != exact).sum()
-                self._counts[out] = Count(function.__name__, out.dtype, rounded, out.numel())
-            return None
+        if function in _COUNTING and is_narrow(out.dtype) and "out" not in kwargs:
+            exact = function(*args, **{**kwargs, "dtype": torch.float32})
+            rounded = (exact == exact.round()).all() * (out != exact).sum()
+            self._counts[out] = Count(function.__name__, out.dtype, rounded, out.numel())
         if function not in _FOLLOWED:
             return None
         given = (*args, *kwargs.values())
         count = next((c for t in given if isinstance(t, Tensor) and (c := self._counts.get(t)) is not None), None)
         if count is None or out.dtype == torch.bool:
             return None
-        if not out.is_floating_point():
-            return count
-        self._counts[out] = count
-        return None
+        if out.is_floating_point():
+            self._counts[out] = count
+        return None if out.is_floating_point() else count

@@ -136,7 +136,7 @@ class Formats:
         self._hooks = Patches()  # of the few updates that are watched
         self._known: dict[int, _Known] = {}  # by id of a module; `models` keeps them alive
         self._local = threading.local()
-        self._mode = _Mode(self)
+        self._mode = ResultMode(self.called)
         self.watching = self._finished = self._compiles = False
         self._rounds = self._passes = self._compiled = 0
         self._steps: dict[int, int] = {}
@@ -175,7 +175,11 @@ class Formats:
                     self.unseen[f"what TorchScript computes in `{full_name(model, name)}`"] = None
                 else:
                     where = where_of(full_name(model, name), type(module).__name__)
-                    self._known[id(module)] = _Known(where, _is_layer(module), _is_block(root, name, module))
+                    parent = root.get_submodule(name.rpartition(".")[0])
+                    has_inner = any(True for _ in module.children())
+                    is_layer = not has_inner or any(True for _ in module.parameters(recurse=False))
+                    is_block = has_inner and isinstance(parent, nn.ModuleList | nn.Sequential)
+                    self._known[id(module)] = _Known(where, is_layer, is_block)
         # Of all modules at once: a copy of a model, or its file, has none of ours.
         hooks.on_undo(register_module_forward_pre_hook(self._enter_module).remove)
         hooks.on_undo(register_module_forward_hook(self._leave_module, always_call=True).remove)
@@ -285,31 +289,22 @@ class Formats:
             self.unwatch()
 
 
-class _Mode(TorchFunctionMode):
-    """Sees each function after it has run. Functions that it calls are not seen: they are a part of it."""
+class ResultMode(TorchFunctionMode):
+    """Shows each function after it has run. Functions that it calls are not seen: they are a part of it."""
 
-    def __init__(self, formats: Formats):
+    def __init__(self, see: Callable[[Any, Any, Any, Any], None]):
         super().__init__()
-        self.formats = formats
+        self._see = see
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.formats.called(func, args, kwargs or {}, result)
+        self._see(func, args, kwargs or {}, result)
         return result
 
 
 def _has_compiled_module(models: Mapping[str, nn.Module]) -> bool:
     modules = [module for root in models.values() for module in root.modules()]
     return any(m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule" for m in modules)
-
-
-def _is_layer(module: nn.Module) -> bool:
-    return not any(True for _ in module.children()) or any(True for _ in module.parameters(recurse=False))
-
-
-def _is_block(root: nn.Module, name: str, module: nn.Module) -> bool:
-    parent = root.get_submodule(name.rpartition(".")[0])
-    return isinstance(parent, nn.ModuleList | nn.Sequential) and any(True for _ in module.children())
 
 
 def _kind_of(module: nn.Module, where: Where, out: Tensor | None) -> tuple[Any, str | None]:

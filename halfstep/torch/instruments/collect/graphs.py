@@ -71,7 +71,8 @@ def read(operations: Operations, module: fx.GraphModule) -> None:
         args, kwargs, result = tree_map(_stand_in, ([*node.args], {**node.kwargs}, node))
         where, place = _where(node), partial(_place, node)
         operations.see(function, (args, kwargs), result, where, place, autocast=autocast, values=False)
-        if backward is not None and KINDS.get(function) == "matmul" and _is_trained_in_fp32(result):
+        wide = isinstance(result, Tensor) and result.dtype == torch.float32 and result.requires_grad
+        if wide and backward is not None and KINDS.get(function) == "matmul":
             operations.see_backward(where, backward, place)
 
 
@@ -81,10 +82,6 @@ def _cast_in_backward(around: str | None) -> str | None:
     if around is None or getattr(config, "backward_pass_autocast", "") != "same_as_forward":
         return None
     return format_name(torch.get_autocast_dtype(around))
-
-
-def _is_trained_in_fp32(result: Any) -> bool:
-    return isinstance(result, Tensor) and result.dtype == torch.float32 and result.requires_grad
 
 
 def _stand_in(node: Any) -> Any:

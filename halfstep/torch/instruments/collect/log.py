@@ -4,7 +4,6 @@ Nothing computed here reaches the script. Numbers on a device stay there until t
 waits for the device; expensive statistics (updates.py, formats.py) are of a few updates only.
 """
 
-import math
 import os
 import sys
 import time
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.core.audit.record import Call, CheckpointFacts, Record, Sync, Weight
+from halfstep.core.audit.record import Call, CheckpointFacts, Record, Sync, Weight, finite_or_none
 from halfstep.torch.instruments.collect.formats import Formats
 from halfstep.torch.instruments.collect.graphs import graphs_compiled
 from halfstep.torch.instruments.collect.models import (
@@ -242,13 +241,13 @@ class TrainingLog:
                 for name, model in self.models.items()
                 for buffer in buffers_of(model)
             ]
-            record.losses = [_finite_or_none(loss) for loss in self.losses]
+            record.losses = [finite_or_none(loss) for loss in self.losses]
             record.syncs = self._syncs()
             record.checkpoints = self._saves()
             if self.trainer is not None:
                 record.switches["nan_filter"] = bool(self.trainer.args.logging_nan_inf_filter)
                 entries = self.trainer.state.log_history
-                record.logged = [_finite_or_none(entry["loss"]) for entry in entries if "loss" in entry]
+                record.logged = [finite_or_none(entry["loss"]) for entry in entries if "loss" in entry]
             if self.formats is not None:
                 self.formats.fill(record)
             record.unseen += [*self.unseen, *self._unseen()]
@@ -301,22 +300,14 @@ class TrainingLog:
         }
 
     def _unseen(self) -> list[str]:
-        unseen = []
-        if graphs_compiled():
-            unseen.append("what compiled code does inside: clipping, autocast, waiting for the device")
+        inside = ["what compiled code does inside: clipping, autocast, waiting for the device"]
         foreign = {
             f"{type(each).__module__}.{type(each).__name__}"
             for each in self.optimizers
             if not type(each).__module__.startswith(("torch.optim", "halfstep."))
         }
-        for name in sorted(foreign):
-            unseen.append(f"how {name} computes its updates: it is not an optimizer of torch")
-        return unseen
-
-
-def _finite_or_none(value: Any) -> float | None:
-    number = float(value)
-    return number if math.isfinite(number) else None
+        rules = [f"how {name} computes its updates: it is not an optimizer of torch" for name in sorted(foreign)]
+        return (inside if graphs_compiled() else []) + rules
 
 
 def rank_of_process() -> int:

@@ -80,11 +80,6 @@ def where_of(name: str, kind: str) -> Where:
     return Where(name, _NORM.search(kind) is not None, is_router)
 
 
-def _is_ordinary(tensor: Tensor) -> Tensor:
-    """Returns whether every number is below the largest of the format, which masks use as they use infinity."""
-    return tensor.abs().amax() < torch.finfo(tensor.dtype).max
-
-
 @dataclass(slots=True)
 class _Tally:
     operation: Operation
@@ -97,12 +92,10 @@ class _Tally:
         result = local(out.detach())
         self.operation.elements += result.numel()
         amax = result.abs().amax().float()
-        given = [
-            _is_ordinary(local(t.detach())).to(amax.device)
-            for t in inputs
-            if t is not out and t.numel() and t.itemsize > 1
-        ]
-        finite = torch.stack(given).all() if given else True
+        given = [local(t.detach()) for t in inputs if t is not out and t.numel() and t.itemsize > 1]
+        # Masks use the largest number of a format as they use infinity.
+        ordinary = [(t.abs().amax() < torch.finfo(t.dtype).max).to(amax.device) for t in given]
+        finite = torch.stack(ordinary).all() if ordinary else True
         bad = (~torch.isfinite(result)).sum() * finite
         self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
         self.overflow = bad if self.overflow is None else self.overflow + bad

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Where in the user's code something happened: the first frame outside the libraries that train.
-
 # Code in these packages is not the user's; what it does is reported at the line that called it.
 LIBRARIES = ["torch", "accelerate", "transformers", "lightning", "lightning_fabric", "halfstep"]
 LIBRARIES += ["pytorch_lightning"]

@@ -158,8 +158,7 @@ def _add_moments(state: Any, facts: CheckpointFacts, shapes: dict[str, list[int]
     for index, held in state.items() if isinstance(state, Mapping) else ():
         moments = dict(moments_of(held))
         shape = next((list(value.shape) for value in moments.values()), None)
-        name = (
-            str(index) if isinstance(index, str) else next((n for n, s in left.items() if s == shape), str(index))
-        )
+        fitting = next((n for n, s in left.items() if s == shape), str(index))
+        name = index if isinstance(index, str) else fitting
         left.pop(name, None)
         facts.moments |= {f"{name}/{key}": format_name(value.dtype) for key, value in moments.items()}

@@ -48,31 +48,12 @@ _VIEWS = {
 }  # fmt: skip
 # Kernels that are called, besides those that have arithmetic in torch's table.
 _CALLED = (
-    "scatter_add",
-    "scatter_reduce",
-    "index_put",
-    "index_add",
-    "embedding_dense",
-    "sort",
-    "topk",
-    "cumsum",
+    "scatter_add", "scatter_reduce", "index_put", "index_add", "embedding_dense", "sort", "topk", "cumsum",
     "convolution",
-)
+)  # fmt: skip
 _REDUCTIONS = {
-    "sum",
-    "mean",
-    "amax",
-    "amin",
-    "max",
-    "min",
-    "var_mean",
-    "var",
-    "prod",
-    "argmax",
-    "argmin",
-    "any",
-    "all",
-}
+    "sum", "mean", "amax", "amin", "max", "min", "var_mean", "var", "prod", "argmax", "argmin", "any", "all",
+}  # fmt: skip
 
 
 def backend(tracker: Tracker) -> Callable[..., Any]:
@@ -229,18 +210,14 @@ def _group_fused(nodes: Sequence[fx.Node], kernels: Kernels) -> list[list[fx.Nod
 
     readers: dict[Any, fx.Node] = {}
     for node in nodes:
-        loops = (kernels.levels[node], is_barrier(node), _loop_length(node))
+        length = math.prod(_shape(node.all_input_nodes[0] if _is_reduction(node) else node))
+        loops = (kernels.levels[node], is_barrier(node), length)
         for buffer in (node, *_read_by(kernels, node)):
             with_another[first(node)] = first(readers.setdefault((loops, buffer), node))
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:
         groups.setdefault(first(node), []).append(node)
     return list(groups.values())
-
-
-def _loop_length(node: fx.Node) -> int:
-    """Returns the length of a kernel's loop: the elements of its result, or those that it reduces."""
-    return math.prod(_shape(node.all_input_nodes[0] if _is_reduction(node) else node))
 
 
 def _read_by(kernels: Kernels, node: fx.Node) -> frozenset[fx.Node]:

@@ -119,9 +119,7 @@ def force_measured(policy: Policy) -> Policy:
     def forced(value: Any) -> Any:
         return replace(value, measured=False) if isinstance(value, Operand) else value
 
-    rules = [
-        Rule(rule.glob, tuple((role, forced(value)) for role, value in rule.changes)) for rule in policy.rules
-    ]
+    rules = [Rule(each.glob, tuple((role, forced(v)) for role, v in each.changes)) for each in policy.rules]
     return replace(policy, compute=forced(policy.compute), grad=forced(policy.grad), rules=tuple(rules))
 
 
@@ -206,14 +204,11 @@ def _trace(make: Callable[[], Any], hardware: Device, *, compiled: bool | str, m
     groups = [g for o in run.optimizers if isinstance(o, AdamW | torch.optim.Adam) for g in o.param_groups]
     stepped = sum(p.numel() for group in groups for p in group["params"])
     work = (*trace.work, Work("bytes", "", (), 0, ADAMW_BYTES * stepped, "update"))
-    parameters = tuple(_parameters(run, _wire_bytes(run.policy)))
+    # Ranks gather a matrix in so many bytes per element; fp8 operands are cast where they are used.
+    wire = 2 if run.policy.compute.format.bits <= 16 and not run.policy.emulate else 4
+    parameters = tuple(_parameters(run, wire))
     rows = next(t.shape[0] for t in pytree.tree_leaves(batches) if isinstance(t, Tensor))
     return Traced(trace.ledger, roles, parameters, work, micro_batches, rows, _vocabulary(model))
-
-
-def _wire_bytes(policy: Policy) -> int:
-    """Returns the bytes per element in which ranks gather a matrix; fp8 operands are cast where they are used."""
-    return 2 if policy.compute.format.bits <= 16 and not policy.emulate else 4
 
 
 def _parameters(run: Engine, narrow: int) -> Sequence[Parameter]:
