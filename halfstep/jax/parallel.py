@@ -66,12 +66,11 @@ def run_whole(local: Local, mesh: Mesh) -> Local:
 
 def shapes_of_part(batch: Any, mesh: Mesh, micro_batches: int | None, times: int) -> Any:
     """Returns the shapes of so many times the rows that one device has of a micro-batch; of two at least."""
-    first = 0 if micro_batches is None else 1
 
     def shape(leaf: Any) -> jax.ShapeDtypeStruct:
-        rows, *rest = jnp.shape(leaf)[first:] or (None,)
-        part = [] if rows is None else [times * max(rows // mesh.size, 2)]
-        return jax.ShapeDtypeStruct((*part, *rest), jnp.result_type(leaf))
+        own = jnp.shape(leaf)[0 if micro_batches is None else 1 :]
+        rows = [times * max(size // mesh.size, 2) for size in own[:1]]
+        return jax.ShapeDtypeStruct((*rows, *own[1:]), jnp.result_type(leaf))
 
     return jax.tree.map(shape, batch)
 

@@ -20,16 +20,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from halfstep.core.rules import owner
-from halfstep.jax.jaxpr import (
-    CALLS,
-    LAYOUT,
-    PRODUCT,
-    frames_of,
-    functions_of,
-    inputs_of,
-    parts_of_scan,
-    walk,
-)
+from halfstep.jax.jaxpr import CALLS, LAYOUT, PRODUCT, frames_of, functions_of, inputs_of, parts_of_scan, walk
 
 _BODIES = {"scan", "cond", "while", "shard_map"}
 _TRANSFORMS = re.compile(r"\w+\(|\)")
