@@ -151,8 +151,10 @@ def _matmul(
     if not casts.emulate and not any(is_narrow(fmt) for fmt in formats):
         tf32 = set(formats) == {TF32}
         return _sum_of_products(_store(a, formats[0]), _store(b, formats[1]), dims, carrier_of(out), tf32=tf32)
-    operands = zip((a, b), lowerings, dims[0], strict=True)
-    (a, a_inv), (b, b_inv) = (_lower(t, *lowering, axes, casts.emulate) for t, lowering, axes in operands)
+    (a, a_inv), (b, b_inv) = (
+        _lower(t, *lowering, axes, casts.emulate)
+        for t, lowering, axes in zip((a, b), lowerings, dims[0], strict=True)
+    )
     y = _sum_of_products(a, b, dims, _FLOAT32)
     kept = [len(_free_axes(t.ndim, dims[0][side], dims[1][side])) for side, t in enumerate((a, b))]
     for side, inv in enumerate((a_inv, b_inv)):
