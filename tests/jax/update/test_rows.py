@@ -35,7 +35,7 @@ def conv(x):
 
 
 def shown(p, x):
-    jax.debug.print("{}", x[0, 0])
+    jax.debug.print("{}", x)
     return h(p, x).mean()
 
 
