@@ -86,7 +86,7 @@ STEPS = [
     ("one array for all", "torch mlx", "run.step(loss_fn, x)",
      "micro_batches is one `", "its rows or keys would be the batches", IN_LIST),
     ("a list of micro-batches", "jax", "step(state, [batch, batch])",
-     "a list of 2 tuples", "a step takes one batch", "jnp.stack(leaves), *batches)"),
+     "a list of 2 tuples", "a step takes one batch", "jnp.stack(leaves), *micro_batches)"),
     ("micro-batches in a list", "jax", "train(loss_fn, [batch, batch], micro_batches=2)",
      "leaf `0.0` of the batch has shape (6, 4)", "a leading axis of 2", "jnp.stack(leaves), *micro_batches)"),
     ("no micro-batch", "jax", "train(loss_fn, micro_batches=0)",

@@ -215,16 +215,7 @@ class CastedLinear(Layer):
 class Norm(Layer):
     """Root-mean-square or layer normalization, an island."""
 
-    def __init__(
-        self,
-        name: str,
-        precision: Precision,
-        kind: str,
-        gain: bool,
-        bias: bool = False,
-        *,
-        eps: float,
-    ):
+    def __init__(self, name: str, precision: Precision, kind: str, gain: bool, bias: bool = False, *, eps: float):
         super().__init__(name, precision)
         self.kind, self.eps = kind, eps
         self.has_gain = gain

@@ -169,10 +169,8 @@ class _Bench:
 
     def start(self, fmt: Format, shape: Shape) -> Run:
         m, k, n = shape
-        a, b = (
-            self._put(self._random(*size).astype(dtype))
-            for size, dtype in zip(((m, k), (n, k)), _dtypes(fmt), strict=True)
-        )
+        sizes = zip(((m, k), (n, k)), _dtypes(fmt), strict=True)
+        a, b = (self._put(self._random(*size).astype(dtype)) for size, dtype in sizes)
         multiply = _matmul(fmt).lower(a, b).compile()
         return self._repeat(lambda: multiply(a, b))
 
@@ -181,10 +179,8 @@ class _Bench:
         batch = tokens // context
         precision = Precision.in_format(fmt)
         block = Block(model, "block", lambda name: precision)
-        params = {
-            f"block.{name}": self._put(self._random(*size) * np.float32(0.02))
-            for name, size in _block_shapes(model).items()
-        }
+        sizes = _block_shapes(model).items()
+        params = {f"block.{name}": self._put(self._random(*size) * np.float32(0.02)) for name, size in sizes}
         x = self._put(self._random(batch, context, model.width).astype(dtype_of(fmt)))
         cos, sin = (table[:context] for table in rope_tables(model))
 

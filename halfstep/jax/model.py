@@ -137,10 +137,8 @@ class Block(Layer):
         casts = self.casts
         if self.config.embedding_shortcut != "none":
             mix = self.parameter(params, "residual_mix")
-            kept, embedded = (
-                round_result(broadcast(mix[place], x.shape, casts) * x, casts)
-                for place, x in enumerate((x_BTD, x0_BTD))
-            )
+            streams = enumerate((x_BTD, x0_BTD))
+            kept, embedded = (round_result(broadcast(mix[n], x.shape, casts) * x, casts) for n, x in streams)
             x_BTD = round_result(kept + embedded, casts)
         y_BTD, values = self.attn(params, self.attn_norm(params, x_BTD), first_values, angles)
         x_BTD = self._add(params, x_BTD, y_BTD, "attn_scale")

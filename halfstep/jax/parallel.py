@@ -64,14 +64,13 @@ def run_whole(local: Local, mesh: Mesh) -> Local:
     return run
 
 
-def shapes_of_part(batch: Any, mesh: Mesh, micro_batches: int | None, times: int) -> Any:
-    """Returns the shapes of so many times the rows that one device has of a micro-batch; of two at least."""
-    first = 0 if micro_batches is None else 1
+def shapes_of_part(batch: Any, micro_batches: int | None, rows: Callable[[int], int]) -> Any:
+    """Returns the shapes of a part of a micro-batch; `rows` says how many it has, given those of a whole one."""
 
-    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
-        rows, *rest = jnp.shape(leaf)[first:] or (None,)
-        part = [] if rows is None else [times * max(rows // mesh.size, 2)]
-        return jax.ShapeDtypeStruct((*part, *rest), jnp.result_type(leaf))
+    def shape(leaf: Any) -> Any:
+        size = jnp.shape(leaf)[0 if micro_batches is None else 1 :]
+        part = (*map(rows, size[:1]), *size[1:])
+        return jax.ShapeDtypeStruct(part, jnp.result_type(leaf)) if jnp.ndim(leaf) else leaf
 
     return jax.tree.map(shape, batch)
 

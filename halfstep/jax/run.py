@@ -13,7 +13,7 @@ stochastically. The state carries the policy: as a pytree it keeps every field u
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ from halfstep.core.observed import Sample
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_numbers
 from halfstep.core.scaling import DynamicScale, ScaleAlarm, ScaleState, stuck_error
+from halfstep.jax import parallel
 from halfstep.jax.convert.apply import Applied, Leaves, apply
 from halfstep.jax.convert.checks import call_checked, with_amaxes
 from halfstep.jax.convert.fp8_choice import ProductFinder, first_choice, measure_products
@@ -43,16 +44,6 @@ from halfstep.jax.instruments.monitor import SAMPLE, Monitor, first_rows, update
 from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.measure import Product, time_product_once
 from halfstep.jax.optim.masters import hold, narrow_moments, widen_masters
-from halfstep.jax.parallel import (
-    check_mesh,
-    check_placed,
-    map_devices,
-    place_rows,
-    replicated,
-    run_whole,
-    shapes_of_part,
-    sum_over_devices,
-)
 from halfstep.jax.pytree import check_transform
 from halfstep.jax.state import Origin, State, check_measured, check_state, map_state
 from halfstep.jax.update.checks import (
@@ -105,7 +96,7 @@ def init(
     params, begun = unpack_train_state(params, optimizer)
     policy, choice, note = resolve_policy(policy, lambda: measured_choice(params, tokens))
     if mesh is not None:
-        check_mesh(mesh)
+        parallel.check_mesh(mesh)
     given: dict[str, Any] = {"mesh": mesh, "begun": begun, "ema": ema}
     return first_state(params, optimizer, policy, seed=seed, names=names, origin=Origin(choice, (), note), **given)
 
@@ -217,7 +208,7 @@ def make_step(
                 numbers = merge_rows(numbers)
             if mesh is not None:
                 amaxes = lax.pmax(sums.amaxes, mesh.axis_names)
-                sums = sum_over_devices(sums, first, mesh)._replace(amaxes=amaxes)
+                sums = parallel.sum_over_devices(sums, first, mesh)._replace(amaxes=amaxes)
             return apply_sums(state, applied, stepper, sums, clip_norm, report), (aux, numbers)
 
     def shown(state: State, rest: Sequence[Any]) -> Sequence[Any]:
@@ -235,49 +226,44 @@ def make_step(
             numbers = merge_rows(numbers)
         return following, replace(result, aux=aux, layers=numbers)
 
+    @partial(jax.jit, compiler_options=COMPILER_OPTIONS)
     def replay(state: State, batch: Any, rng: Any) -> Any:
         """Returns whole tensors of a batch, as each layer gets them: for each site and role of the monitor."""
         with jax.default_matmul_precision("highest"):
             applied, masters = _inputs(state)
             return gradient(state, applied, whole=True)(masters, batch, rng)[2]
 
-    return Step(loss_fn, compile_step(step, mesh), replay, call if cast else None, mesh, micro_batches, monitor)
+    return Step(loss_fn, replay, call if cast else None, mesh, micro_batches, monitor, compile_step(step, mesh))
 
 
 def compile_step(step: Callable[..., Any], mesh: Mesh | None = None) -> Any:
     """Compiles a pure step for use outside of any jit: it donates the state, and XLA keeps no excess precision."""
     # A state that comes back exactly as it was placed does not compile the step again.
-    place: dict[str, Any] = {} if mesh is None else {"out_shardings": (replicated(mesh), None)}
+    place: dict[str, Any] = {} if mesh is None else {"out_shardings": (parallel.replicated(mesh), None)}
     return jax.jit(step, donate_argnums=0, compiler_options=COMPILER_OPTIONS, **place)
 
 
+@dataclass(eq=False, repr=False)
 class Step:
     """A compiled step that warns once when the loss scale is low and falling. It reads results that are done."""
 
+    _loss_fn: LossFn
+    _replay: Any
+    _call: Callable[..., Any] | None
+    _mesh: Mesh | None
+    _micro_batches: int | None
+    _monitor: Monitor | None
     _step: Any = None  # before __init__ there is nothing to delegate to
-
-    def __init__(
-        self,
-        loss_fn: LossFn,
-        step: Any,
-        replay: Callable[..., Any],
-        call: Callable[..., Any] | None,
-        mesh: Mesh | None,
-        micro_batches: int | None,
-        monitor: Monitor | None,
-    ):
-        self._loss_fn, self._step, self._replay = loss_fn, step, jax.jit(replay, compiler_options=COMPILER_OPTIONS)
-        self._call, self._mesh, self._micro_batches, self._monitor = call, mesh, micro_batches, monitor
-        self._warned = False
-        self._unread: deque[tuple[Array, Array]] = deque(maxlen=64)  # scale and norm of updates
+    _warned: bool = False
+    _unread: deque[tuple[Array, Array]] = field(default_factory=partial(deque, maxlen=64))  # scales and norms
 
     def __call__(self, state: State, batch: Any, rng: Any = None) -> tuple[State, StepResult]:
         """Returns the state after one update, and what the update did; uses up the state it is given."""
         check_state(state)
         state = self.measure(state, batch, rng)
         if self._mesh is not None:
-            check_placed(state, self._mesh)
-            batch = place_rows(batch, self._mesh, self._micro_batches)
+            parallel.check_placed(state, self._mesh)
+            batch = parallel.place_rows(batch, self._mesh, self._micro_batches)
         law, origin = state.policy.scale, state.origin
         try:
             following, result = self._step(state, batch, rng)
@@ -354,10 +340,7 @@ class Step:
         self, kind: Callable[[Applied], _Interpreter], state: State, batch: Any, rng: Any, share: int = 1
     ) -> _Interpreter:
         """Interprets the loss function on the shapes of one micro-batch, or of a part of `share` equal ones."""
-        if self._micro_batches is not None:
-            batch = jax.tree.map(lambda leaf: leaf[0], batch)
-        if share > 1:
-            batch = jax.tree.map(lambda leaf: leaf[: len(leaf) // share] if jnp.ndim(leaf) else leaf, batch)
+        batch = parallel.shapes_of_part(batch, self._micro_batches, lambda rows: rows // share)
         applied, rest = state.applied(), (batch,) if rng is None else (batch, rng)
         masters = widen_masters(applied.leaves.trained, state.remainders) | scaling_amaxes(state.amaxes)
         call, interpreter = self._call, kind(applied)
@@ -411,19 +394,20 @@ def _over_devices(
     update: Callable[..., Any], loss_fn: LossFn, shown: Callable[..., Any], mesh: Mesh, micro_batches: int | None
 ) -> Callable[..., Any]:
     """Returns an update over a mesh: devices share the rows if the loss is a mean over them."""
-    by_rows = map_devices(partial(update, mesh=mesh), mesh, micro_batches)
+    by_rows = parallel.map_devices(partial(update, mesh=mesh), mesh, micro_batches)
 
     def run(state: State, batch: Any, rng: Any) -> Any:
-        rest = () if rng is None else (rng,)
-        parts = partial(shapes_of_part, batch, mesh, micro_batches)
-        mixing = find_mixing(loss_fn, lambda times: shown(state, (parts(times), *rest)))
-        if not mixing:
+        def arguments(times: int) -> Sequence[Any]:
+            part = parallel.shapes_of_part(batch, micro_batches, lambda rows: times * max(rows // mesh.size, 2))
+            return shown(state, (part,) if rng is None else (part, rng))
+
+        if not (mixing := find_mixing(loss_fn, arguments)):
             return by_rows(state, batch, rng)
         warn_caller(
             f"the loss is not a mean over rows ({mixing}): it is computed over the whole batch, as on one device, "
             "and devices exchange more; if it is a sum over a count, return Weighted(sum, count)"
         )
-        return run_whole(update, mesh)(state, batch, rng)
+        return parallel.run_whole(update, mesh)(state, batch, rng)
 
     return run
 
@@ -443,7 +427,7 @@ def _place_copies(state: State, held: Mapping[str, Array], mesh: Mesh | None) ->
     with it, nor one array twice.
     """
     if mesh is not None:  # from one device to all, `may_alias` does not keep the first from sharing
-        return jax.tree.map(lambda leaf: jax.device_put(jnp.copy(leaf), replicated(mesh)), state)
+        return jax.tree.map(lambda leaf: jax.device_put(jnp.copy(leaf), parallel.replicated(mesh)), state)
     whole = next(iter(held.values())).sharding
     if isinstance(whole, NamedSharding):
         whole = NamedSharding(whole.mesh, PartitionSpec())

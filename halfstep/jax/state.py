@@ -186,15 +186,13 @@ def map_state(state: State, convert: Callable[[str, str | None, Any], Any]) -> S
     def by_parameter(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
         return {name: convert(f"{prefix}{name}", name, x) for name, x in arrays.items()}
 
+    moments, treedef = _named_moments(leaves, state.opt_state), jax.tree.structure(state.opt_state)
     return replace(
         state,
         params=jax.tree.unflatten(leaves.treedef, by_parameter("model.", leaves.values).values()),
         remainders=by_parameter("remainder.", state.remainders),
         amaxes={name: convert(f"{PREFIX}{name}", None, x) for name, x in state.amaxes.items()},
-        opt_state=jax.tree.unflatten(
-            jax.tree.structure(state.opt_state),
-            [convert(*each) for each in _named_moments(leaves, state.opt_state)],
-        ),
+        opt_state=jax.tree.unflatten(treedef, [convert(*each) for each in moments]),
         scale=ScaleState(**{part: convert(f"scale.{part}", None, x) for part, x in state.scale._asdict().items()}),
         ema=by_parameter(AVERAGE, state.ema),
         num_applied=convert("applied", None, state.num_applied),
@@ -216,7 +214,8 @@ def load_state_dict(state: State, given: Mapping[str, Any]) -> State:
             f"a state is restored from arrays by name, not a {type(given).__name__}",
             hint="load_state_dict(state, np.load(file)) reads what np.savez(file, **state_dict(state)) wrote",
         )
-    given = {name: _restore_bf16_dtype(array) for name, array in given.items()}
+    # Files of numpy hold bf16 as two bytes without a name.
+    given = {name: x.view(jnp.bfloat16) if x.dtype == np.dtype("V2") else x for name, x in given.items()}
     averages = pop_from_state(given, state.ema)
     measured = _adopt_measured(state, given)
     check_same(_describe(state_dict(replace(state, ema={}, measured=measured))), _describe(given))
@@ -262,11 +261,6 @@ def _adopt_measured(state: State, given: Mapping[str, Any]) -> Measured | None:
     if state.measured is None:
         return resumed(narrow) if narrow else None
     return state.measured.adopt(narrow) if narrow.keys() == state.measured.narrow.keys() else state.measured
-
-
-def _restore_bf16_dtype(array: Any) -> Any:
-    """Gives an array its dtype back: files of numpy hold bf16 as two bytes without a name."""
-    return array.view(jnp.bfloat16) if array.dtype == np.dtype("V2") else array
 
 
 def _as_numbers(leaf: Any) -> Any:

@@ -35,7 +35,7 @@ def test_torch_and_jax_choose_alike_and_say_so_in_the_same_words(policy, seconds
     torch = measure_all(plans_of(model), ruled, {}, 64, compiled=True, timer=Device(seconds), clock=lambda: 0.0)
     cpu = jax.devices("cpu")[0]
     found = {
-        name: [(Product((64, size[0]), size, DIMS, False, False, cpu), ruled[name])]
+        name: [(Product((64, size[0]), size, DIMS, False, cpu), ruled[name])]
         for name, size in SIZES.items()
         if ruled[name].measured
     }

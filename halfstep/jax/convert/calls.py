@@ -154,10 +154,8 @@ class Calls(ABC):
 
         carry = self._cross_border(eqn.invars[first:last], values[first:last], held)
         ends, rows = jaxprs.scan_again(eqn, body, carry, [value.array for value in values[last:]])
-        states = [
-            replace(value, array=array, early_cast=find_early_cast([end], eqn))
-            for value, array, end in zip(carried, ends, returned, strict=False)
-        ]
+        each = zip(carried, ends, returned, strict=False)
+        states = [replace(v, array=x, early_cast=find_early_cast([end], eqn)) for v, x, end in each]
         return states + [replace(value, ruled=ruled) for value in in_function(returned[count:], rows)]
 
     def _cond(self, eqn: Any, values: list[Value]) -> list[Value]:
@@ -219,11 +217,8 @@ class Calls(ABC):
     def _custom_jvp_on_masters(self, jaxpr: Any, eqn: Any, values: Sequence[Value]) -> list[Value] | None:
         """Runs a function with its own derivative rule, and the rule, on masters; None if that is impossible."""
         owner = common_owner(values)
-        if (
-            owner is None
-            or owner.looked_up
-            or not all(jaxprs.is_float(atom) for atom in (*eqn.invars, *eqn.outvars))
-        ):
+        floats = all(jaxprs.is_float(atom) for atom in (*eqn.invars, *eqn.outvars))
+        if owner is None or owner.looked_up or not floats:
             return None
         fixed = {place: value for place, value in enumerate(values) if value.owner is None}
         fn, known = self._custom_jvp(jaxpr, eqn, fixed, lambda array: Value(array, owner))

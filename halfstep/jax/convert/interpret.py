@@ -158,17 +158,11 @@ class Interpreter(Calls):
         out[1:] = [
             v.array if v.narrow and v.owner is None else x for v, x in zip(values[1:], out[1:], strict=True)
         ]
-        first = jaxpr.outvars[0].aval if jaxpr.outvars else None
-        narrow = (
-            first is not None
-            and first.shape == ()
-            and jaxprs.is_float(jaxpr.outvars[0])
-            and first.dtype != FLOAT32
-        )
-        if narrow and self.policy.loss == FP32:
+        losses = [v for v in jaxpr.outvars[:1] if v.aval.shape == () and jaxprs.is_float(v)]
+        narrow = self.policy.loss == FP32 and any(loss.aval.dtype != FLOAT32 for loss in losses)
+        if narrow:
             out[0] = self.island.recompute("loss", values[0])
-            return out, True
-        return out, False
+        return out, narrow
 
     # --- equations: functions are opened, then masters, islands and plain arrays are tried in this order
 
@@ -277,12 +271,7 @@ class Interpreter(Calls):
             return laid_out
         if name not in jaxprs.NAMED:
             # What an index of the batch moves stays what it was.
-            of = [
-                v
-                for a, v in zip(eqn.invars, values, strict=True)
-                if jaxprs.is_float(a) or name not in jaxprs.LAYOUT
-            ]
-            early = find_early_cast(of, eqn)
+            early = find_early_cast(floats_of(eqn, values) if name in jaxprs.LAYOUT else values, eqn)
         history, conversion = history_of(eqn, values), self._explicit_cast(eqn, values)
         stays = known.free or known.ruled or conversion is not None
         floats = floats_of(eqn, values)  # a layer's result, and its bias
@@ -440,9 +429,7 @@ class Interpreter(Calls):
             ]
         arrays = self._arrays(eqn.invars, values)
         carried = any(self._is_carried(atom.aval.dtype) for atom in (*eqn.invars, *eqn.outvars))
-        if carried and (
-            name in jaxprs.LAYOUT | jaxprs.ARITHMETIC | jaxprs.COMPARISON or name == "convert_element_type"
-        ):
+        if carried and name in jaxprs.LAYOUT | jaxprs.ARITHMETIC | jaxprs.COMPARISON | {"convert_element_type"}:
             out = jaxprs.bind_wide(eqn, arrays)
             rounds = name not in jaxprs.LAYOUT
             return [self._on_grid(a, v.aval) if rounds else a for a, v in zip(out, eqn.outvars, strict=True)]

@@ -20,7 +20,7 @@ fp32, with `astype`. A program without such a matmul has none of these values, a
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -51,15 +51,6 @@ _CURVES = words("tanh logistic erf erfc")
 _POINTWISE = _CURVES | words("add sub mul div neg abs max min square integer_pow")
 
 
-def depends(jaxpr: Any, inputs: Iterable[Var]) -> bool:
-    """Whether the first result of a jaxpr depends on some of its inputs, as far as a gradient goes."""
-    reached = set(inputs)
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name != "stop_gradient" and any(_is_in(atom, reached) for atom in eqn.invars):
-            reached.update(eqn.outvars)
-    return _is_in(jaxpr.outvars[0], reached)
-
-
 # --- the promoted stream
 
 
@@ -71,7 +62,7 @@ def find_promoted(jaxpr: Any, compute: DType, parameters: int) -> frozenset[Var]
     if compute == _FLOAT32:
         return frozenset()
     ruled: set[Var] = set()
-    _mark_ruled(jaxpr, [var for var in jaxpr.invars[:parameters] if var.aval.dtype == _FLOAT32], ruled)
+    _mark_results(jaxpr, [var for var in jaxpr.invars[:parameters] if var.aval.dtype == _FLOAT32], ruled)
     promoted: set[Var] = set()
     while True:  # what a loop carries is known after a second look
         before = len(promoted)
@@ -94,14 +85,21 @@ def is_explicit(eqn: Any) -> bool:
     return False
 
 
-def _mark_ruled(jaxpr: Any, given: Sequence[Any], ruled: set[Var]) -> None:
-    """Marks what is computed from parameters with a rule of their own."""
-    ruled.update(given)
+def depends(jaxpr: Any, inputs: Sequence[Var]) -> bool:
+    """Returns whether the first result of a jaxpr depends on some of its inputs, as far as a gradient goes."""
+    reached: set[Var] = set()
+    _mark_results(jaxpr, inputs, reached, but="stop_gradient")
+    return _is_in(jaxpr.outvars[0], reached)
+
+
+def _mark_results(jaxpr: Any, given: Sequence[Any], marked: set[Var], but: str = "") -> None:
+    """Marks what is computed from some inputs, by other primitives than the one named."""
+    marked.update(given)
     for eqn in jaxpr.eqns:
         for inner, inputs in _bodies(eqn):
-            _mark_ruled(inner, [var for atom, var in inputs if _is_in(atom, ruled)], ruled)
-        if any(_is_in(atom, ruled) for atom in eqn.invars):
-            ruled.update(eqn.outvars)
+            _mark_results(inner, [var for atom, var in inputs if _is_in(atom, marked)], marked)
+        if eqn.primitive.name != but and any(_is_in(atom, marked) for atom in eqn.invars):
+            marked.update(eqn.outvars)
 
 
 def _mark_promoted(jaxpr: Any, promoted: set[Var], ruled: set[Var]) -> None:

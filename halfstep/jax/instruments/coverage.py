@@ -6,7 +6,7 @@ that have no role it lists those that lose precision: sums of narrow numbers. Wh
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -39,9 +39,26 @@ class Recorder(Interpreter):
         return Coverage(tuple(row._replace(calls=calls) for row, calls in rows.items()))
 
     def _run_product(self, eqn: Any, values: list[Value]) -> tuple[Any, bool]:
-        out = super()._run_product(eqn, values)
-        self._note_product(eqn, values)
-        return out
+        name, place = eqn.primitive.name, line_of(eqn)
+        weight = next((v.owner for v in reversed(values) if v.owner is not None and not v.owner.looked_up), None)
+        how: Literal["covered", "unchanged"] = "covered"
+        if weight is not None:
+            casts, place = weight.casts.precision, module_of(weight.names[0])
+            narrow = casts.operand if name == "dot_general" else Operand(casts.compute)
+            timed = self._notes.get(place, "")
+            narrow = replace(narrow, measured=narrow.measured and not timed)
+            why = f"multiplies in {print_value(narrow)}, weight gradients in {casts.grad_weight}"
+            why += timed and f" ({timed})"
+        elif all(value.free or value.fixed for value in values):
+            how, why = "unchanged", "tables, positions and constants alone"
+        elif all(atom.aval.dtype == shown_dtype(self.base) for atom in eqn.invars):
+            how, why = "unchanged", IN_COMPUTE
+        elif any(map(self._is_ruled, values)):
+            how, why = "unchanged", "a rule makes an operand wider"
+        else:
+            why = f"multiplies in {self.base.compute}"
+        self._note(Row(name, place, how, why))
+        return super()._run_product(eqn, values)
 
     def _on_masters(self, jaxpr: Any, eqn: Any, values: list[Value]) -> list[Value] | None:
         out = super()._on_masters(jaxpr, eqn, values)
@@ -90,24 +107,3 @@ class Recorder(Interpreter):
     def _note(self, row: Row) -> None:
         if not self._pauses:
             self._rows[row] += 1
-
-    def _note_product(self, eqn: Any, values: Sequence[Value]) -> None:
-        name, place = eqn.primitive.name, line_of(eqn)
-        weight = next((v.owner for v in reversed(values) if v.owner is not None and not v.owner.looked_up), None)
-        how: Literal["covered", "unchanged"] = "covered"
-        if weight is not None:
-            casts, place = weight.casts.precision, module_of(weight.names[0])
-            narrow = casts.operand if name == "dot_general" else Operand(casts.compute)
-            timed = self._notes.get(place, "")
-            narrow = replace(narrow, measured=narrow.measured and not timed)
-            why = f"multiplies in {print_value(narrow)}, weight gradients in {casts.grad_weight}"
-            why += timed and f" ({timed})"
-        elif all(value.free or value.fixed for value in values):
-            how, why = "unchanged", "tables, positions and constants alone"
-        elif all(atom.aval.dtype == shown_dtype(self.base) for atom in eqn.invars):
-            how, why = "unchanged", IN_COMPUTE
-        elif any(map(self._is_ruled, values)):
-            how, why = "unchanged", "a rule makes an operand wider"
-        else:
-            why = f"multiplies in {self.base.compute}"
-        self._note(Row(name, place, how, why))

@@ -103,10 +103,7 @@ class Monitor:
             if weight is not None and weight in masters:
                 rows = _sample_rows(masters[weight], size)
                 samples[info.name]["weight"] = Observation.of(rows, info.format("weight"))
-        return {
-            name: {role: observation.sample() for role, observation in roles.items()}
-            for name, roles in samples.items()
-        }
+        return {name: {role: each.sample() for role, each in roles.items()} for name, roles in samples.items()}
 
 
 def update_sums(

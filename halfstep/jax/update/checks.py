@@ -1,5 +1,6 @@
 """Checks of what users hand to `init` and `make_step`, when the step is built or traced."""
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -30,34 +31,31 @@ from halfstep.jax.convert.apply import Leaves
 from halfstep.jax.numerics.dtypes import dtype_of, format_of
 from halfstep.jax.state import State
 
+_STACK = "batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *micro_batches)"
+
 
 def trace_error(error: Exception, loss_fn: Any, batch: Any, rng: Any) -> HalfstepError | None:
     """Returns the error behind one of a step's trace, if the step was not made or called as it must be."""
     if isinstance(error, HalfstepError):
         return None
     if not callable(loss_fn):
-        return ArgumentError(
-            f"loss_fn is {type_name(loss_fn)}", hint="pass the function: make_step(loss_fn, optimizer)"
-        )
+        hint = "pass the function: make_step(loss_fn, optimizer)"
+        return ArgumentError(f"loss_fn is {type_name(loss_fn)}", hint=hint)
     if isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError):
         return LossError(
             f"the loss function asks for a number while it is traced: {str(error).partition(chr(10))[0]}",
             hint="return the loss without float(), .item() or numpy; jnp.where chooses, jax.debug.print shows",
         )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+    for name, leaf in _named_leaves(batch):
         if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
-            return BatchError(
-                f"leaf `{name}` of the batch is {type_name(leaf)}, not an array",
-                hint="give arrays of JAX or numpy, such as tensor.numpy(), and leave out what is none",
-            )
+            hint = "give arrays of JAX or numpy, such as tensor.numpy(), and leave out what is none"
+            return BatchError(f"{name} is {type_name(leaf)}, not an array", hint=hint)
     if isinstance(rng, int | float):
         return ArgumentError(f"rng={rng} is no key of a generator", hint="step(state, batch, jax.random.key(0))")
     if isinstance(batch, list) and not {tuple, list, dict}.isdisjoint(map(type, batch)):
         return BatchError(
             f"the batch is a list of {len(batch)} {type(batch[0]).__name__}s, and a step takes one batch",
-            hint="step(state, batch); or stack micro-batches, for make_step(..., micro_batches=n): "
-            "jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)",
+            hint=f"step(state, batch); or stack them, for make_step(..., micro_batches=n): {_STACK}",
         )
     given = ("parameters", "a batch") if rng is None else ("parameters", "a batch", "a key (rng)")
     call = "make_step(lambda params, batch: loss_fn(params, *batch), optimizer); a key: step(state, batch, key)"
@@ -160,12 +158,16 @@ def check_optimizer(optimizer: optax.GradientTransformation, leaves: Leaves, opt
 
 def check_leading(batch: Any, count: int) -> None:
     """Refuses a batch whose leaves lack a leading axis of `count` micro-batches."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+    for name, leaf in _named_leaves(batch):
         if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != count:
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
-            where = f"leaf `{name}` of the batch" if name else "the batch"
             raise BatchError(
-                f"{where} has shape {jnp.shape(leaf)}, but there are {count} micro-batches",
-                hint=f"every leaf of the batch needs a leading axis of {count}: "
-                "batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *micro_batches)",
+                f"{name} has shape {jnp.shape(leaf)}, but there are {count} micro-batches",
+                hint=f"every leaf of the batch needs a leading axis of {count}: {_STACK}",
             )
+
+
+def _named_leaves(batch: Any) -> Iterator[tuple[str, Any]]:
+    """Yields what messages call each leaf of a batch, and the leaf."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        yield f"leaf `{name}` of the batch" if name else "the batch", leaf

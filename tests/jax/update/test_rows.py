@@ -34,7 +34,13 @@ def conv(x):
     return jax.lax.conv_general_dilated(x[..., None], KERNEL, (1,), "SAME", dimension_numbers=numbers)
 
 
+def shown(p, x):
+    jax.debug.print("{}", x)
+    return h(p, x).mean()
+
+
 APART = {
+    "shown": shown,
     "mean": lambda p, x: jnp.square(h(p, x)).mean(),
     "sum over count": lambda p, x: h(p, x).sum() / len(x),
     "mean of means": lambda p, x: h(p, x).mean(-1).mean(),
@@ -51,6 +57,7 @@ APART = {
     "attention": lambda p, x: jax.nn.softmax(jnp.einsum("bi,bj->bij", h(p, x), x)).max(-1).mean(),
     "product with a count": lambda p, x: jnp.einsum("bi,b->i", h(p, x), jnp.full(len(x), 1 / len(x))).sum(),
     "loop": lambda p, x: loop(p, x)[0].mean() + loop(p, x)[1].mean(),
+    "dot": lambda p, x: jnp.dot(h(p, x)[:, 0], x[:, 0]) / len(x),
     "remat": lambda p, x: jax.checkpoint(h)(p, x).mean(),
     "sorted along": lambda p, x: (jnp.sort(h(p, x))[:, 1:] * jnp.cumsum(x, -1)[:, :-1]).mean(),
     "convolved": lambda p, x: conv(h(p, x)).mean(),
@@ -89,6 +96,7 @@ MIXED = {
     "while by rows": lambda p, x: jax.lax.while_loop(lambda c: c.sum() > 1, lambda c: c / 2, h(p, x)).mean(),
     "convolved rows": lambda p, x: jnp.square(conv(h(p, x).T)).mean(),
     "segments": lambda p, x: jnp.square(jax.ops.segment_sum(h(p, x), labels(x), WIDTH) / len(x)).mean(),
+    "looked up by a sum": lambda p, x: jax.lax.dynamic_slice(p, ((x > 0).sum(), 0), (1, WIDTH)).mean(),
     "taken": lambda p, x: jnp.square(h(p, x) - x[labels(x)]).mean(),
     "by size": lambda p, x: (jnp.tanh(x @ p) if len(x) > 4 else jnp.sin(x @ p)).mean(),
     "a row is a parameter": lambda p, x: jnp.square(h(p, x) - jnp.repeat(x[:1], len(x), 0)).mean(),

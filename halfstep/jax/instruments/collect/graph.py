@@ -20,16 +20,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from halfstep.core.rules import owner
-from halfstep.jax.jaxpr import (
-    CALLS,
-    LAYOUT,
-    PRODUCT,
-    frames_of,
-    functions_of,
-    inputs_of,
-    parts_of_scan,
-    walk,
-)
+from halfstep.jax.jaxpr import CALLS, LAYOUT, PRODUCT, frames_of, functions_of, inputs_of, parts_of_scan, walk
 
 _BODIES = {"scan", "cond", "while", "shard_map"}
 _TRANSFORMS = re.compile(r"\w+\(|\)")
@@ -283,13 +274,7 @@ class Names:
         return ""
 
     def _back(self, node: Node) -> str:
-        """Returns the layer that the inputs come from; of several, what they share."""
+        """Returns the layer that the inputs come from; of several, what they share, or else the first."""
         nearest = [search_back(value, takes_weight)[:4] for value in node.inputs]
-        return common_module([*dict.fromkeys(owner(each.weights[0]) for found in nearest for each in found)])
-
-
-def common_module(names: Sequence[str]) -> str:
-    """Returns the innermost module that holds all of these; the first of them, if there is none."""
-    if not names:
-        return ""
-    return commonpath([name.replace(".", "/") for name in names]).replace("/", ".") or names[0]
+        names = [owner(each.weights[0]) for found in nearest for each in found] or [""]
+        return commonpath([name.replace(".", "/") for name in names]).replace("/", ".") or names[0]

@@ -19,15 +19,7 @@ import jax.numpy as jnp
 
 from halfstep.core.audit.record import Operation, OperationKind
 from halfstep.core.rules import owner
-from halfstep.jax.instruments.collect.graph import (
-    Graph,
-    Names,
-    Node,
-    Value,
-    named,
-    search_ahead,
-    search_back,
-)
+from halfstep.jax.instruments.collect.graph import Graph, Names, Node, Value, named, search_ahead, search_back
 from halfstep.jax.jaxpr import LAYOUT, PRODUCT, frames_of, parts_of_scan
 
 _CHOICES = {"top_k", "approx_top_k"}
