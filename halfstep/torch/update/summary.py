@@ -177,5 +177,6 @@ def _optimizers(run: RunParts) -> Iterator[str]:
 
 
 _PARTS = (
-    _modules, _attention, _decoder, _fused, _given, _functions, _measured, _masters, _gradients, _ranks, _optimizers,
+    _modules, _attention, _decoder, _fused, _given, _functions, _measured, _masters, _gradients, _ranks,
+    _optimizers,
 )  # fmt: skip
