@@ -63,12 +63,9 @@ def _write_page(loop: "Loop") -> Path | None:
     page = loop.out / paths.REPORT
     try:
         write(loop.out / paths.EVENTS, page)
-    except OSError as error:
-        why = error.strerror or str(error)
-    except HalfstepError as error:  # the events are incomplete or damaged
-        why = error.message
-    else:
         return page
+    except (HalfstepError, OSError) as error:  # the events may be incomplete or damaged
+        why = error.message if isinstance(error, HalfstepError) else error.strerror or str(error)
     print_words(f"warning: cannot write `{page}`: {why}")
     return None
 

@@ -157,10 +157,8 @@ class IncidentReader:
                 loss, median = (plain(number(event.get(name))) for name in ("loss", "median"))
                 details = f"the loss was {loss}, the median of those before it {median}"
                 self._streak("spike", step, event, _add_places(details, event))
-            case "low_scale":
-                self._row("low_scale", step, event, message)
-            case "cause":
-                self._row("cause", step, event, _add_places(message, event))
+            case "low_scale" | "cause" as kind:
+                self._row(kind, step, event, _add_places(message, event))
             case "rollback":
                 self._row("rollback", step, event, message)
                 self._step = _whole(event.get("to"), self._step)

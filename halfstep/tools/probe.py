@@ -155,11 +155,7 @@ def resolve(
 
 
 def measure_ceiling(
-    config: RunConfig,
-    policy: Policy,
-    device: str | None,
-    known: Path | None = None,
-    say: Say = lambda _: None,
+    config: RunConfig, policy: Policy, device: str | None, known: Path | None = None, say: Say = lambda _: None
 ) -> Ceiling:
     """Returns the device's best speed in the policy's compute format, or what the events in `known` recorded."""
     if not config.training.measure_ceiling:

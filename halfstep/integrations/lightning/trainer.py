@@ -41,7 +41,7 @@ from halfstep.torch.run import Run, prepare
 from halfstep.torch.update.step import StepResult
 
 _COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict_step")  # by torch.compile
-_HOOKS = ("on_before_optimizer_step", "configure_gradient_clipping")
+_BEFORE_STEP, _CLIPS = "on_before_optimizer_step", "configure_gradient_clipping"
 
 
 class HalfstepPrecision(PlainPrecision):
@@ -153,7 +153,8 @@ class HalfstepPrecision(PlainPrecision):
             self.result = None
             return loss  # training_step returned None for every micro-batch
         run.clip_norm = 0.0  # until Lightning's hook says otherwise
-        if any(is_overridden(hook, user) for hook in _HOOKS for user in _hook_owners(model, hook)):
+        users = [model, *model.trainer.callbacks]  # type: ignore[attr-defined]
+        if is_overridden(_CLIPS, model) or any(is_overridden(_BEFORE_STEP, user) for user in users):
             run.unscale()  # other code is about to read or change the gradients
         self._after_closure(model, optimizer)
         self.result = update(run)
@@ -258,8 +259,3 @@ def _without_compile(module: pl.LightningModule) -> Iterator[None]:
             for name in _COMPILED:
                 context[f"original_{name}"] = getattr(module, name)
                 setattr(module, name, context["dynamo_ctx"](getattr(module, name)))
-
-
-def _hook_owners(model: pl.LightningModule, hook: str) -> list[Any]:
-    callbacks = model.trainer.callbacks if hook == "on_before_optimizer_step" else []  # type: ignore[attr-defined]
-    return [model, *callbacks]

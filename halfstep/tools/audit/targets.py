@@ -48,7 +48,8 @@ _WEIGHTS, _MOMENTS = ("pytorch_model", "model"), ("optimizer",)
 def of_folder(folder: Path) -> Record:
     """Returns the record of a checkpoint folder, or of a folder of them."""
     record = Record("checkpoint")
-    inside = sorted((int(match[1]), path) for path in folder.iterdir() if (match := _numbered(path)))
+    numbered = ((_step(path), path) for path in folder.iterdir() if path.is_dir())
+    inside = sorted((step, path) for step, path in numbered if step is not None)
     if not inside and holds_checkpoint(folder):  # beside checkpoints, it is the finished model
         inside = [(0, folder)]
     if not inside:
@@ -75,10 +76,6 @@ def holds_checkpoint(folder: Path) -> bool:
     """Whether a folder itself holds weights or state of another library."""
     names = {path.name for path in folder.iterdir() if path.is_file()}
     return bool(names & {SINGLE, INDEX}) or any(_is_state(name) for name in names)
-
-
-def _numbered(path: Path) -> re.Match[str] | None:
-    return _NUMBERED.fullmatch(path.name) if path.is_dir() else None
 
 
 def _step(folder: Path) -> int | None:

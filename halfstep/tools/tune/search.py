@@ -27,11 +27,6 @@ class Option:
     damage: float = 0.0  # predicted: the share of a step's descent that is lost
     cost: float = 0.0  # of a training step: seconds or bytes
 
-    @property
-    def is_base(self) -> bool:
-        """Whether nothing changes."""
-        return not self.compute and not self.grad
-
 
 @dataclass(frozen=True)
 class Step:

@@ -39,14 +39,7 @@ GLANCE = 0.05  # seconds between two listings of a folder
 
 
 def save_part(
-    folder: Path,
-    step: int,
-    read: Snapshot,
-    meta: Mapping[str, Any],
-    *,
-    rank: int,
-    ranks: int,
-    token: str,
+    folder: Path, step: int, read: Snapshot, meta: Mapping[str, Any], *, rank: int, ranks: int, token: str
 ) -> Path:
     """Writes this rank's part of a checkpoint; returns the folder once all ranks have written theirs.
 
