@@ -37,8 +37,7 @@ def _run(loop: "Loop", json: bool) -> int:
     except (HalfstepError, OSError) as error:
         if not loop.job.owner:
             raise
-        page = _write_page(loop)
-        if page is not None:
+        if (page := _write_page(loop)) is not None:
             print_words(f"page {page}")
         if loop.tally.step <= (loop.saver.saved_step or 0):
             raise

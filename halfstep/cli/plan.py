@@ -84,11 +84,8 @@ def _planner(
             raise SettingConflictError(
                 f"backend is {config.backend}, and plans are made on torch", hint="--set backend=torch"
             )
-        auto = config.policy.startswith("auto")
-        return (
-            lambda policy: plan_recipe(config, policy, machine, gpus, price),
-            "bf16-mixed" if auto else config.policy,
-        )
+        default = "bf16-mixed" if config.policy.startswith("auto") else config.policy
+        return lambda policy: plan_recipe(config, policy, machine, gpus, price), default
     for override in overrides:
         if setting_named(override) not in ("training.steps", "training.compile", "training.memory"):
             raise OptionError(
@@ -103,11 +100,8 @@ def _planner(
             hint="--set training.compile=true",
         )
     options: dict[str, Any] = {"compiled": training.compile, "steps": training.steps, "memory": training.memory}
-    given = (machine, gpus, price)
-    return (
-        lambda policy: plan_factory(lambda: call(find(module, factory), target), policy, *given, **options),
-        "bf16-mixed",
-    )
+    given, made = (machine, gpus, price), lambda: call(find(module, factory), target)
+    return lambda policy: plan_factory(made, policy, *given, **options), "bf16-mixed"
 
 
 def _print(plans: "list[Plan]", machine: "Machine") -> None:

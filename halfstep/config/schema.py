@@ -218,7 +218,7 @@ def _check(hint: Any, value: Any, key: str, others: bool) -> Any:
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, Mapping):
             raise wrong(key, value, "a table of settings")
-        return build(kind, value, key + ".", others=others)  # type: ignore[type-var]
+        return build(kind, value, key + ".", others=others)  # type: ignore[arg-type]
     check_generic = _CHECKS.get(get_origin(kind))
     return check_generic(kind, value, key, others) if check_generic else _check_plain(hint, value, key, others)
 

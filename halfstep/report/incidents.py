@@ -207,8 +207,7 @@ class IncidentReader:
 
     def _grow(self, kind: str, step: int, event: Event, details: str, message: str = "") -> None:
         """Adds to the open row of this kind and message, or opens one."""
-        row = self._open.get((kind, message))
-        if row is None:
+        if (row := self._open.get((kind, message))) is None:
             self._open[kind, message] = row = self._row(kind, step, event, details)
             row.message = message
         else:
@@ -233,8 +232,7 @@ def _stop(step: int, event: Event) -> str:
 
 def _add_places(details: str, event: Event) -> str:
     """Adds where the data of an update begins: the places in the first file, and how many more there are."""
-    places = list(_places(event.get("where")))
-    if not places:
+    if not (places := list(_places(event.get("where")))):
         return details
     file = places[0][0]
     named = [offset for name, offset in places if name == file][:OFFSETS]

@@ -168,8 +168,7 @@ def measure_ceiling(
     earlier = recorded_ceiling(known, hardware.name, fmt) if known is not None else None
     if earlier is not None:
         return earlier
-    support = module.supported(fmt, device)
-    if not support:
+    if not (support := module.supported(fmt, device)):
         return Ceiling(None, f"{fmt} is not supported: {support.reason}")
     shapes = _cpu_ceiling(config) if hardware.kind == "cpu" else CEILING
     say(f"measuring this device's fastest {fmt} matmul, for utilization")

@@ -83,8 +83,7 @@ class HalfstepPrecision(PlainPrecision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Refuses a strategy that no policy is implemented for, before it changes the model."""
-        trainer = getattr(module, "_trainer", None)
-        if trainer is None:
+        if (trainer := getattr(module, "_trainer", None)) is None:
             raise ArgumentError(
                 "HalfstepPrecision is for Lightning's Trainer",
                 hint=f"from halfstep.integrations.lightning import Fabric; Fabric(policy={str(self._policy)!r})",
@@ -248,8 +247,7 @@ def _check_averages(run: Run, callbacks: list[Any]) -> None:
 @contextmanager
 def _without_compile(module: pl.LightningModule) -> Iterator[None]:
     """Inside, a module that `torch.compile` was given is as it was built; after, its steps are compiled again."""
-    context = module._compiler_ctx
-    if context is not None:
+    if (context := module._compiler_ctx) is not None:
         for name in _COMPILED:
             module.__dict__.pop(name, None)
     try:

@@ -134,8 +134,7 @@ def _read(file: Path, facts: CheckpointFacts, record: Record, shapes: dict[str, 
     except ImportError:
         record.unseen.append(f"`{file}` is read by torch, which is not installed")
         return
-    problem = read_into(file, facts, shapes or {})
-    if problem is not None:
+    if (problem := read_into(file, facts, shapes or {})) is not None:
         record.unseen.append(f"`{file}` cannot be read without running its code: {problem}")
 
 
@@ -211,8 +210,7 @@ def of_factory(target: str, steps: int) -> Record:
     made = call(find(*target.split(":")), target)
     if not isinstance(made, tuple) or len(made) not in (2, 4):
         raise FactoryError(f"`{target}` returned {_describe(made)}", hint=RETURNS)
-    framework = _framework(made)
-    if framework is None:
+    if (framework := _framework(made)) is None:
         raise FactoryError(f"`{target}` returned {_describe(made)}, and none is a model of torch, JAX or MLX")
     if framework != "torch" and len(made) != 4:
         raise FactoryError(

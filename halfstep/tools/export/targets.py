@@ -230,8 +230,7 @@ class Target:
 
 def check_packages(to: str) -> None:
     """Refuses a target whose packages are not installed."""
-    missing = [package for package in TARGETS[to].packages if find_spec(package) is None]
-    if missing:
+    if missing := [package for package in TARGETS[to].packages if find_spec(package) is None]:
         raise ExportError(
             f"`--to {to}` needs what is not installed: {', '.join(missing)}",
             hint=how_to_install("torch,export" if "torch" in missing else "export"),

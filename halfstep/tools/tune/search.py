@@ -72,8 +72,7 @@ def ladder(options: Sequence[Option]) -> list[Option]:
     rungs = [options[0]]
     while True:
         here = rungs[-1]
-        cheaper = [o for o in options if o.cost < here.cost and math.isfinite(o.damage)]
-        if not cheaper:
+        if not (cheaper := [o for o in options if o.cost < here.cost and math.isfinite(o.damage)]):
             return rungs
         rungs.append(max(cheaper, key=lambda o: (Step("", here, o).worth, -o.cost)))
 

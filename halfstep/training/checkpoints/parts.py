@@ -130,8 +130,7 @@ def _wait_for_notes(partial: Path, target: Path, ranks: int) -> dict[str, dict[s
                     f"checkpoint `{target}` cannot be written: rank 0 does not see what rank {rank} wrote to it",
                     hint="let all machines write to one folder, on a disk that they share, with `--out`",
                 )
-        missing = [rank for rank, name in enumerate(names) if name not in notes]
-        if not missing:
+        if not (missing := [rank for rank, name in enumerate(names) if name not in notes]):
             return {name: notes[name] for name in names}
         if time.monotonic() > over:
             raise CheckpointWriteError(

@@ -212,8 +212,7 @@ class _Packing:
             writer.close()
 
     def _begin(self) -> None:
-        state = self._earlier_state()
-        if state is not None:
+        if (state := self._earlier_state()) is not None:
             for side, writer in self.writers.items():
                 writer.resume(state.sides[side])
             self.position, self.done = state.position, state.done
