@@ -15,6 +15,7 @@ import json
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -38,12 +39,13 @@ def pool(first: int, size: int, steps: int, out: Path) -> list[Curve]:
         f"torch {backend_version(config)}; {size} runs of {steps} steps, from seed {first} on: {', '.join(MICRO)}"
     )
     begin = time.perf_counter()
-    curves = train_policies(config, ["fp32"], range(first, first + size), steps, _show, out=out)["fp32"]
+    show = partial(_show, size * steps)
+    curves = train_policies(config, ["fp32"], range(first, first + size), steps, show, out=out)["fp32"]
     print(f"trained, or read, in {time.perf_counter() - begin:.0f} s", flush=True)
     return list(curves.values())
 
 
-def _show(done: int, total: int, words: str) -> None:
+def _show(total: int, done: int, words: str) -> None:
     if sys.stderr.isatty():
         print(f"\r{done:,} of {total:,} steps  {words:<20}", end="", file=sys.stderr, flush=True)
 

@@ -13,15 +13,8 @@ import warnings
 from itertools import pairwise, takewhile
 from typing import Any
 
-from cyclopts import (
-    App,
-    CoercionError,
-    CycloptsError,
-    MissingArgumentError,
-    Parameter,
-    UnknownOptionError,
-    UnusedCliTokensError,
-)
+import cyclopts
+from cyclopts import App, CoercionError, CycloptsError, Parameter
 
 from halfstep import __version__
 from halfstep.cli import audit, compare, data, export, plan, policy, probe, runs, train, trained, tune
@@ -63,9 +56,7 @@ app.command(tune.tune)
 
 
 # Commands that are gone, and where to find what they did.
-MOVED = {
-    "bench": "the race is a script of the repository: run `python benchmarks/race/bench.py` in a clone of it",
-}
+MOVED = {"bench": "the race is a script of the repository: run `python benchmarks/race/bench.py` in a clone of it"}
 # What an option that a command lacks is as a setting.
 SETTINGS = {"train": train.as_setting, "probe": probe.as_size}
 
@@ -117,15 +108,15 @@ def _check_empty(arguments: list[str]) -> None:
 def _explain(error: CycloptsError, arguments: list[str]) -> tuple[str, str]:
     """Returns what is wrong on the command line and what to do; for a missing argument, what it means."""
     command = " ".join(["halfstep", *(error.command_chain or ())])
-    if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
+    if isinstance(error, cyclopts.UnusedCliTokensError) and error.unused_tokens:
         return f"`{error.unused_tokens[0]}` is one argument too many", f"see `{command} --help`"
-    if isinstance(error, UnknownOptionError) and arguments[0] in SETTINGS:
+    if isinstance(error, cyclopts.UnknownOptionError) and arguments[0] in SETTINGS:
         option = error.token.keyword or error.token.value or ""
         if hint := SETTINGS[arguments[0]](option, arguments):
             return f"unknown option: {option}", hint
     if isinstance(error, CoercionError) and (hint := _option_with(error)):
         return _lower_first(str(error)), hint
-    if not isinstance(error, MissingArgumentError) or error.argument is None or error.app is None:
+    if not isinstance(error, cyclopts.MissingArgumentError) or error.argument is None or error.app is None:
         return _lower_first(str(error)), f"see `{command} --help`"
     name = error.argument.name
     known = {

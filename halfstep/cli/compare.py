@@ -144,14 +144,7 @@ def _train_sides(
     steps, seeds = first.config.training.steps, training.seeds
     print_words(f"{len(seeds)} pairs of runs of {steps:,} steps in `{out}`: {first.name} against {second.name}")
     with RunsProgress(len(seeds) * (steps + second.config.training.steps)) as bar:
-        curves = train_ways(
-            [first, second],
-            seeds,
-            lambda done, _, doing: bar.update(done, doing),
-            out=out,
-            device=device,
-            on_warning=bar.note,
-        )
+        curves = train_ways([first, second], seeds, bar.update, out=out, device=device, on_warning=bar.note)
     one, other = (list(curves[way.name].values()) for way in (first, second))
     return (first.name, second.name), one, other
 

@@ -172,6 +172,7 @@ def show(folder: Path, /, *, json: Json = False) -> None:
         A folder that `halfstep data pack` wrote.
     """
     from halfstep.training.data.index import read_index
+    from halfstep.training.data.walk import describe_skipped
 
     index = read_index(folder)
     if json:
@@ -183,7 +184,7 @@ def show(folder: Path, /, *, json: Json = False) -> None:
         ("separator", "none" if tokenizer.separator is None else f"token {tokenizer.separator}"),
         ("sources", ", ".join(source.given for source in index.packing.sources)),
         ("held out", f"{held_out:g} of the documents" if isinstance(held_out, float) else held_out.given),
-        ("skipped", _describe_skipped(index) or "nothing"),
+        ("skipped", ", ".join(describe_skipped(index.skipped)) or "nothing"),
         ("digest", index.digest),
     ]
     print_table(("", ""), rows)
@@ -201,6 +202,8 @@ def _modification_times(out: Path) -> dict[str, int]:
 
 
 def _print_packed(out: Path, index: "Index", json: bool) -> None:
+    from halfstep.training.data.walk import describe_skipped
+
     if json:
         print_json(dataclasses.asdict(index))
         return
@@ -210,8 +213,8 @@ def _print_packed(out: Path, index: "Index", json: bool) -> None:
         rows.append((name, *counts, f"{side.text_bytes / max(1, side.tokens):.3f}"))
     columns = ("", "tokens", "documents", "bytes of text", "bytes per token")
     print_table(columns, rows, right=columns[1:])
-    if skipped := _describe_skipped(index):
-        print_words(f"skipped: {skipped}")
+    if skipped := describe_skipped(index.skipped):
+        print_words(f"skipped: {', '.join(skipped)}")
     text = index.train.text_bytes + index.val.text_bytes
     if index.train.token_bytes is None or index.val.token_bytes is None:
         print_words(
@@ -223,9 +226,3 @@ def _print_packed(out: Path, index: "Index", json: bool) -> None:
         )
     vocabulary = -(-index.tokenizer.vocabulary // 128) * 128
     print_words(f"to train on it: halfstep train --set data.source={out} --set model.vocabulary={vocabulary}")
-
-
-def _describe_skipped(index: "Index") -> str:
-    from halfstep.training.data.walk import describe_skipped
-
-    return ", ".join(describe_skipped(index.skipped))

@@ -37,8 +37,7 @@ def _run(loop: "Loop", json: bool) -> int:
     except (HalfstepError, OSError) as error:
         if not loop.job.owner:
             raise
-        page = _write_page(loop)
-        if page is not None:
+        if (page := _write_page(loop)) is not None:
             print_words(f"page {page}")
         if loop.tally.step <= (loop.saver.saved_step or 0):
             raise
@@ -63,12 +62,9 @@ def _write_page(loop: "Loop") -> Path | None:
     page = loop.out / paths.REPORT
     try:
         write(loop.out / paths.EVENTS, page)
-    except OSError as error:
-        why = error.strerror or str(error)
-    except HalfstepError as error:  # the events are incomplete or damaged
-        why = error.message
-    else:
         return page
+    except (HalfstepError, OSError) as error:  # the events may be incomplete or damaged
+        why = error.message if isinstance(error, HalfstepError) else error.strerror or str(error)
     print_words(f"warning: cannot write `{page}`: {why}")
     return None
 

@@ -112,9 +112,8 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right:
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
-        table.add_row(
-            *(Text(printable(cell, lines=True)) for cell in row)
-        )  # Text: the brackets of a glob are not markup
+        # Text: the brackets of a glob are not markup.
+        table.add_row(*(Text(printable(cell, lines=True)) for cell in row))
     # A pipe has no width to fit: a wide table keeps one line per row, which suits grep.
     console = Console()
     Console(width=None if console.is_terminal else max(console.width, 200)).print(table)

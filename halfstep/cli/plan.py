@@ -1,9 +1,5 @@
 """`halfstep plan`: memory, traffic, time and money of a training, before a GPU is rented."""
 
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -19,7 +15,6 @@ if TYPE_CHECKING:
     from halfstep.tools.plan.plan import Plan
 
 MIB = 2**20
-PATIENCE = 3.0  # seconds without a word
 REMEDIES = (
     "--set training.memory=lean keeps fewer activations, and training.recompute_blocks=true fewer still; "
     "--set parallel.shard=full shares the rest"
@@ -67,33 +62,12 @@ def plan(
     plans = []
     for name, each in policies.items():
         print_words(f"following a step of {target} under {name}")
-        with _telling_that_it_works():
-            plans.append(planned(each))
+        plans.append(planned(each))
     if json:
         print_json({"machine": machine.name, "plans": [each.to_dict() for each in plans]})
     else:
         _print(plans, machine)
     return 0 if all(each.fits for each in plans) else 1
-
-
-@contextmanager
-def _telling_that_it_works() -> Iterator[None]:
-    """Inside, says after 3, 6, 12, ... seconds that a step is still being followed."""
-    over, began = threading.Event(), time.monotonic()
-
-    def tell() -> None:
-        passed = PATIENCE
-        while not over.wait(passed):
-            passed = time.monotonic() - began
-            print_words(f"  still following it, after {passed:.0f} s")
-
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
-    try:
-        yield
-    finally:
-        over.set()
-        teller.join()
 
 
 def _planner(
@@ -110,11 +84,8 @@ def _planner(
             raise SettingConflictError(
                 f"backend is {config.backend}, and plans are made on torch", hint="--set backend=torch"
             )
-        auto = config.policy.startswith("auto")
-        return (
-            lambda policy: plan_recipe(config, policy, machine, gpus, price),
-            "bf16-mixed" if auto else config.policy,
-        )
+        default = "bf16-mixed" if config.policy.startswith("auto") else config.policy
+        return lambda policy: plan_recipe(config, policy, machine, gpus, price), default
     for override in overrides:
         if setting_named(override) not in ("training.steps", "training.compile", "training.memory"):
             raise OptionError(
@@ -129,11 +100,8 @@ def _planner(
             hint="--set training.compile=true",
         )
     options: dict[str, Any] = {"compiled": training.compile, "steps": training.steps, "memory": training.memory}
-    given = (machine, gpus, price)
-    return (
-        lambda policy: plan_factory(lambda: call(find(module, factory), target), policy, *given, **options),
-        "bf16-mixed",
-    )
+    given, made = (machine, gpus, price), lambda: call(find(module, factory), target)
+    return lambda policy: plan_factory(made, policy, *given, **options), "bf16-mixed"
 
 
 def _print(plans: "list[Plan]", machine: "Machine") -> None:

@@ -52,8 +52,11 @@ def probe(
     from halfstep.tools.probe import run
 
     config = load(recipe or DEFAULT_RECIPE, overrides)
-    for override in overrides:
-        _check_size(override)
+    if other := [each for each in overrides if not setting_named(each).startswith(SIZES)]:
+        raise OptionError(
+            f"--set {other[0]} changes nothing here: only sizes do, model.* and training.batch",
+            hint="leave it out; --backend names a framework",
+        )
     if save is not None:
         from halfstep.tools.plan.machine import save as save_machine
 
@@ -72,14 +75,6 @@ def as_size(option: str, arguments: Sequence[str]) -> str | None:
     """Returns how an option that does not exist is written with --set, if it means a size."""
     hint = train.as_setting(option, arguments)
     return hint if hint and any(f"--set {size}" in hint for size in SIZES) else None
-
-
-def _check_size(override: str) -> None:
-    if not setting_named(override).startswith(SIZES):
-        raise OptionError(
-            f"--set {override} changes nothing here: only sizes do, model.* and training.batch",
-            hint="leave it out; --backend names a framework",
-        )
 
 
 def _print_backend(backend: "BackendResult") -> None:

@@ -234,12 +234,7 @@ def _load(asked: Request, where: Path) -> RunConfig:
 
 
 def _prepare(
-    job: "Job",
-    asked: Request,
-    config: RunConfig,
-    where: Path,
-    opened: "Opened | None",
-    say: Callable[..., None],
+    job: "Job", asked: Request, config: RunConfig, where: Path, opened: "Opened | None", say: Callable[..., None]
 ) -> "Loop":
     """Reads the data, chooses the precision and builds the loop; says what it is doing before it takes seconds."""
     from halfstep.core.choice.layers import BUDGET

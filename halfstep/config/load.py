@@ -68,9 +68,10 @@ def _build(table: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
     after = schema.flatten(schema.to_table(config))
     for key, other, allowed in ((key, *need) for key, needs in NEEDS.items() for need in needs.items()):
         if after[other] not in allowed and after[key] not in (before[key], defaults[key]):
+            legal = str(allowed) if isinstance(allowed, Bounds) else one_of(map(schema.shown, allowed))
             raise SettingConflictError(
                 f"{key} = {schema.shown(after[key])} changes nothing: {other} is {schema.shown(after[other])}",
-                hint=f"leave {key} out, or set {other} to {_describe_allowed(allowed)}",
+                hint=f"leave {key} out, or set {other} to {legal}",
             )
     return config
 
@@ -100,10 +101,6 @@ def _unknown(key: str) -> ConfigError:
     if hint := _hint(key):
         return UnknownSettingError(f"unknown setting `{key}`", hint=hint)
     return schema.unknown_key(key, [row.key for row in schema.rows(RunConfig)])
-
-
-def _describe_allowed(allowed: Bounds | tuple[object, ...]) -> str:
-    return str(allowed) if isinstance(allowed, Bounds) else one_of(schema.shown(value) for value in allowed)
 
 
 def read_recipe(recipe: str) -> dict[str, Any]:

@@ -138,8 +138,7 @@ def check_change(
     """Refuses a policy that would round what was learned under another; rules may match `modules`."""
     parameters = list(parameters)
     was, will = (held(policy, modules, parameters) for policy in (before, now))
-    lossy = [key for key in was if not _fits(was[key], will[key])]
-    if lossy:
+    if lossy := [key for key in was if not _fits(was[key], will[key])]:
         (parameter, role), more = lossy[0], len({name for name, _ in lossy}) - 1
         others = f", and so for {more} other parameters" if more else ""
         raise PolicyChangeError(

@@ -216,15 +216,11 @@ def _check(hint: Any, value: Any, key: str, others: bool) -> Any:
     if kind is Any:
         return value
     if dataclasses.is_dataclass(kind):
-        return _check_section(kind, value, key, others)
+        if not isinstance(value, Mapping):
+            raise wrong(key, value, "a table of settings")
+        return build(kind, value, key + ".", others=others)  # type: ignore[arg-type]
     check_generic = _CHECKS.get(get_origin(kind))
     return check_generic(kind, value, key, others) if check_generic else _check_plain(hint, value, key, others)
-
-
-def _check_section(kind: Any, value: Any, key: str, others: bool) -> Any:
-    if not isinstance(value, Mapping):
-        raise wrong(key, value, "a table of settings")
-    return build(kind, value, key + ".", others=others)
 
 
 def _check_union(kind: Any, value: Any, key: str, others: bool) -> Any:

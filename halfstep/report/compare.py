@@ -137,8 +137,7 @@ def _gap(result: Comparison, name: str, a: Curves, b: Curves) -> Chart:
 
 
 def _mark(result: Comparison) -> tuple[Line, ...]:
-    parting = result.parting
-    if parting is None:
+    if (parting := result.parting) is None:
         return ()
     return (Line("parting", "event", Series([parting.step], [math.nan]), (f"parts in the {parting.name}",)),)
 

@@ -244,18 +244,13 @@ class History:
         return any(known.get("message") == event.get("message") for known in self.warnings)
 
 
-def is_newer(version: Any) -> bool:
-    """Whether a later halfstep than this one has that version."""
-    return _release(version) > _release(__version__)
-
-
 def _release(version: Any) -> tuple[int, ...]:
     parts = re.match(r"\d{1,9}(\.\d{1,9})*", str(version))
     return tuple(map(int, parts[0].split("."))) if parts else ()
 
 
 def _refuse_newer(version: Any) -> None:
-    if is_newer(version):
+    if _release(version) > _release(__version__):
         raise RunFolderError(
             f"halfstep {version} wrote this run, and this is halfstep {__version__}, which may misread it",
             hint="use the halfstep that wrote it, or update yours",

@@ -157,10 +157,8 @@ class IncidentReader:
                 loss, median = (plain(number(event.get(name))) for name in ("loss", "median"))
                 details = f"the loss was {loss}, the median of those before it {median}"
                 self._streak("spike", step, event, _add_places(details, event))
-            case "low_scale":
-                self._row("low_scale", step, event, message)
-            case "cause":
-                self._row("cause", step, event, _add_places(message, event))
+            case "low_scale" | "cause" as kind:
+                self._row(kind, step, event, _add_places(message, event))
             case "rollback":
                 self._row("rollback", step, event, message)
                 self._step = _whole(event.get("to"), self._step)
@@ -209,8 +207,7 @@ class IncidentReader:
 
     def _grow(self, kind: str, step: int, event: Event, details: str, message: str = "") -> None:
         """Adds to the open row of this kind and message, or opens one."""
-        row = self._open.get((kind, message))
-        if row is None:
+        if (row := self._open.get((kind, message))) is None:
             self._open[kind, message] = row = self._row(kind, step, event, details)
             row.message = message
         else:
@@ -235,8 +232,7 @@ def _stop(step: int, event: Event) -> str:
 
 def _add_places(details: str, event: Event) -> str:
     """Adds where the data of an update begins: the places in the first file, and how many more there are."""
-    places = list(_places(event.get("where")))
-    if not places:
+    if not (places := list(_places(event.get("where")))):
         return details
     file = places[0][0]
     named = [offset for name, offset in places if name == file][:OFFSETS]

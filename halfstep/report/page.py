@@ -77,11 +77,8 @@ def _contents(history: History, reader: IncidentReader) -> dict[str, Any]:
     beside = shadows(history)
     drawn[1:1] = [] if beside is None else [beside.chart]  # where the page has it
     by_id = {chart.id: chart for chart in drawn}
-    layers, lost, newest = (
-        figures(history.layers, describe_sampling(history)),
-        what_if(history.layers),
-        history.layers.newest,
-    )
+    layers, lost = figures(history.layers, describe_sampling(history)), what_if(history.layers)
+    newest = history.layers.newest
     every, num_checkpoints = settings(history), len(history.checkpoints)
     cut = f": the last {SHOWN} of {num_checkpoints:,}" if num_checkpoints > SHOWN else ""
     return {

@@ -25,8 +25,7 @@ class Shadows:
 
 def shadows(history: History) -> Shadows | None:
     """Returns the section; None without shadows."""
-    events = {step: history.shadows[step] for step in sorted(history.shadows)}
-    if not events:
+    if not (events := {step: history.shadows[step] for step in sorted(history.shadows)}):
         return None
     rows = _rows(events)
     caption = "Layers whose gradients noise does not explain, where they did so last"

@@ -140,8 +140,7 @@ def result(history: History) -> str:
             f"{score}, {plain(bits / bigram, 3)} times its bigram entropy of {plain(bigram)}, which is what each "
             "byte takes if only the one before it is known."
         )
-    loss = _last_score(history, "loss")
-    if loss is not None:
+    if (loss := _last_score(history, "loss")) is not None:
         return f"The loss on held-out text is {plain(loss)}."
     return "No held-out text has been scored yet."
 
@@ -150,8 +149,7 @@ def status(history: History) -> tuple[str, str] | None:
     """Returns where an unfinished run stands, a title and details; None for one that reached its end."""
     if history.end is not None:
         return None
-    stop = history.stop
-    if stop is not None:
+    if (stop := history.stop) is not None:
         at = int(stop.get("step") or history.steps.last)
         return "This run was stopped", f" at step {at:,}: {stop.get('reason')}"
     seen = moment(history.sessions[-1].last_time)
@@ -167,8 +165,7 @@ def particulars(history: History) -> list[str]:
         f"{nested(start, 'device', 'name')} ({nested(start, 'device', 'kind')})",
         f"started {moment(history.sessions[0].began)}",
     ]
-    resumed = len(history.sessions) - 1
-    if resumed:
+    if resumed := len(history.sessions) - 1:
         parts.append(f"resumed {({1: 'once', 2: 'twice'}).get(resumed, f'{resumed} times')}")
     return parts
 

@@ -83,8 +83,7 @@ def utilization(history: History) -> tuple[float, str] | None:
 
     Each session has its own ceiling: a run may move to another device, or continue in another precision.
     """
-    sessions = _utilized_sessions(history)
-    if not sessions:
+    if not (sessions := _utilized_sessions(history)):
         return None
     used = sum(mfu * possible for mfu, possible, _ in sessions) / sum(possible for _, possible, _ in sessions)
     return (used, f"{_ceilings(sessions, '')}, measured") if used <= 1 else None
@@ -113,8 +112,7 @@ def _ceilings(sessions: list[tuple[float, float, Mapping[str, Any]]], basis: str
 def _notes(history: History, outcomes: list[Mapping[str, Any]]) -> list[str]:
     notes = []
     flops, ceiling = number(history.start.get("flops_per_token")), history.start.get("ceiling")
-    used = utilization(history)
-    if used is not None:
+    if (used := utilization(history)) is not None:
         notes.append(
             f"Model FLOPs utilization is {percent(used[0])} {_ceilings(_utilized_sessions(history), 'told')}, "
             f"at {count(flops, 4)} FLOPs per token; first steps are left out."
@@ -130,8 +128,7 @@ def _notes(history: History, outcomes: list[Mapping[str, Any]]) -> list[str]:
         notes.append(f"A step was on the device {percent(busy)} of the training time.")
     else:
         notes.append(f"How busy the device was is not known: {outcomes[-1].get('busy_unknown')}.")
-    missing = len(history.sessions) - len(outcomes)
-    if missing:
+    if missing := len(history.sessions) - len(outcomes):
         notes.append(
             f"Sessions that ended abruptly, and are not in the table: {missing} of {len(history.sessions)}."
         )

@@ -155,11 +155,7 @@ def resolve(
 
 
 def measure_ceiling(
-    config: RunConfig,
-    policy: Policy,
-    device: str | None,
-    known: Path | None = None,
-    say: Say = lambda _: None,
+    config: RunConfig, policy: Policy, device: str | None, known: Path | None = None, say: Say = lambda _: None
 ) -> Ceiling:
     """Returns the device's best speed in the policy's compute format, or what the events in `known` recorded."""
     if not config.training.measure_ceiling:
@@ -172,8 +168,7 @@ def measure_ceiling(
     earlier = recorded_ceiling(known, hardware.name, fmt) if known is not None else None
     if earlier is not None:
         return earlier
-    support = module.supported(fmt, device)
-    if not support:
+    if not (support := module.supported(fmt, device)):
         return Ceiling(None, f"{fmt} is not supported: {support.reason}")
     shapes = _cpu_ceiling(config) if hardware.kind == "cpu" else CEILING
     say(f"measuring this device's fastest {fmt} matmul, for utilization")

@@ -153,8 +153,7 @@ class Job:
 
     def _lost_rank_error(self) -> RankError:
         assert self.host is not None
-        found = _poll(lambda: next(self._failures(), None), REPORTED_WITHIN / 2)
-        if found is not None:
+        if (found := _poll(lambda: next(self._failures(), None), REPORTED_WITHIN / 2)) is not None:
             rank, (message, hint) = found
             return RankError(f"rank {rank}: {message}", hint=hint)
         return RankError(
@@ -302,8 +301,7 @@ class Watchdog:
 
 def _current_line() -> str:
     """Returns the line that the main thread is at."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None:
+    if (frame := sys._current_frames().get(threading.main_thread().ident or 0)) is None:
         return ""
     code = frame.f_code
     return f"{code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"

@@ -249,8 +249,7 @@ class Loop:
 
     def _evaluate_start(self) -> Evaluation | None:
         """Evaluates the step to resume from, which a signal had interrupted; None if another signal does."""
-        held_out = self._evaluate()
-        if held_out is not None:
+        if (held_out := self._evaluate()) is not None:
             self.checkpointer.note_held_out(self.start, held_out.loss)
         return held_out
 

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from halfstep.cli import output
 from halfstep.cli import plan as plan_module
 from halfstep.cli.main import run
 
@@ -35,15 +36,15 @@ def test_json_and_what_does_not_fit(tmp_path, data_of):
 
 def test_a_plan_that_takes_long_says_that_it_is_still_at_work(capsys, monkeypatch):
     def follow(policy):
-        while "still following" not in printed[-1]:
+        while "still working" not in printed[-1]:
             printed.append(capsys.readouterr().err)
         raise KeyboardInterrupt
 
     printed = [""]
-    monkeypatch.setattr(plan_module, "PATIENCE", 0.01)
+    monkeypatch.setattr(output, "PATIENCE", 0.01)
     monkeypatch.setattr(plan_module, "_planner", lambda *_: (follow, "fp32"))
     run(["plan", "tiny", "--gpu", "h200"])
-    assert "  still following it, after " in printed[-1]
+    assert "still working after " in printed[-1]
     capsys.readouterr()
     time.sleep(0.05)
     assert capsys.readouterr().err == ""  # it stops with the plan

@@ -242,8 +242,7 @@ class _FabricPrecision(PlainFabricPrecision):
 
     def run_for(self, optimizer: Any) -> Run:
         """Returns the run of an optimizer, wrapped or not."""
-        run = self.find(optimizer)
-        if run is None:
+        if (run := self.find(optimizer)) is None:
             kind = type(optimizer).__name__
             raise RunStateError(f"this {kind} was not set up", hint=_SET_UP)
         return run

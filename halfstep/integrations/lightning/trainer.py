@@ -41,7 +41,7 @@ from halfstep.torch.run import Run, prepare
 from halfstep.torch.update.step import StepResult
 
 _COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict_step")  # by torch.compile
-_HOOKS = ("on_before_optimizer_step", "configure_gradient_clipping")
+_BEFORE_STEP, _CLIPS = "on_before_optimizer_step", "configure_gradient_clipping"
 
 
 class HalfstepPrecision(PlainPrecision):
@@ -83,8 +83,7 @@ class HalfstepPrecision(PlainPrecision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Refuses a strategy that no policy is implemented for, before it changes the model."""
-        trainer = getattr(module, "_trainer", None)
-        if trainer is None:
+        if (trainer := getattr(module, "_trainer", None)) is None:
             raise ArgumentError(
                 "HalfstepPrecision is for Lightning's Trainer",
                 hint=f"from halfstep.integrations.lightning import Fabric; Fabric(policy={str(self._policy)!r})",
@@ -153,7 +152,8 @@ class HalfstepPrecision(PlainPrecision):
             self.result = None
             return loss  # training_step returned None for every micro-batch
         run.clip_norm = 0.0  # until Lightning's hook says otherwise
-        if any(is_overridden(hook, user) for hook in _HOOKS for user in _hook_owners(model, hook)):
+        users = [model, *model.trainer.callbacks]  # type: ignore[attr-defined]
+        if is_overridden(_CLIPS, model) or any(is_overridden(_BEFORE_STEP, user) for user in users):
             run.unscale()  # other code is about to read or change the gradients
         self._after_closure(model, optimizer)
         self.result = update(run)
@@ -247,8 +247,7 @@ def _check_averages(run: Run, callbacks: list[Any]) -> None:
 @contextmanager
 def _without_compile(module: pl.LightningModule) -> Iterator[None]:
     """Inside, a module that `torch.compile` was given is as it was built; after, its steps are compiled again."""
-    context = module._compiler_ctx
-    if context is not None:
+    if (context := module._compiler_ctx) is not None:
         for name in _COMPILED:
             module.__dict__.pop(name, None)
     try:
@@ -258,8 +257,3 @@ def _without_compile(module: pl.LightningModule) -> Iterator[None]:
             for name in _COMPILED:
                 context[f"original_{name}"] = getattr(module, name)
                 setattr(module, name, context["dynamo_ctx"](getattr(module, name)))
-
-
-def _hook_owners(model: pl.LightningModule, hook: str) -> list[Any]:
-    callbacks = model.trainer.callbacks if hook == "on_before_optimizer_step" else []  # type: ignore[attr-defined]
-    return [model, *callbacks]

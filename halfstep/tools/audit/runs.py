@@ -135,8 +135,7 @@ def _events(folder: Path, record: Record) -> list[dict[str, Any]]:
         record.unseen.append(f"there is no {EVENTS}: what happened in the run is not known")
         return events
     try:
-        for event in stream_events(folder / EVENTS):
-            events.append(event)
+        events.extend(stream_events(folder / EVENTS))
     except EventsError as error:
         record.unseen.append(f"events are read up to a damaged line: {error.message}")
     if events and events[-1]["event"] not in ("end", "stop"):

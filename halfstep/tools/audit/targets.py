@@ -48,7 +48,8 @@ _WEIGHTS, _MOMENTS = ("pytorch_model", "model"), ("optimizer",)
 def of_folder(folder: Path) -> Record:
     """Returns the record of a checkpoint folder, or of a folder of them."""
     record = Record("checkpoint")
-    inside = sorted((int(match[1]), path) for path in folder.iterdir() if (match := _numbered(path)))
+    numbered = ((_step(path), path) for path in folder.iterdir() if path.is_dir())
+    inside = sorted((step, path) for step, path in numbered if step is not None)
     if not inside and holds_checkpoint(folder):  # beside checkpoints, it is the finished model
         inside = [(0, folder)]
     if not inside:
@@ -75,10 +76,6 @@ def holds_checkpoint(folder: Path) -> bool:
     """Whether a folder itself holds weights or state of another library."""
     names = {path.name for path in folder.iterdir() if path.is_file()}
     return bool(names & {SINGLE, INDEX}) or any(_is_state(name) for name in names)
-
-
-def _numbered(path: Path) -> re.Match[str] | None:
-    return _NUMBERED.fullmatch(path.name) if path.is_dir() else None
 
 
 def _step(folder: Path) -> int | None:
@@ -137,8 +134,7 @@ def _read(file: Path, facts: CheckpointFacts, record: Record, shapes: dict[str, 
     except ImportError:
         record.unseen.append(f"`{file}` is read by torch, which is not installed")
         return
-    problem = read_into(file, facts, shapes or {})
-    if problem is not None:
+    if (problem := read_into(file, facts, shapes or {})) is not None:
         record.unseen.append(f"`{file}` cannot be read without running its code: {problem}")
 
 
@@ -214,8 +210,7 @@ def of_factory(target: str, steps: int) -> Record:
     made = call(find(*target.split(":")), target)
     if not isinstance(made, tuple) or len(made) not in (2, 4):
         raise FactoryError(f"`{target}` returned {_describe(made)}", hint=RETURNS)
-    framework = _framework(made)
-    if framework is None:
+    if (framework := _framework(made)) is None:
         raise FactoryError(f"`{target}` returned {_describe(made)}, and none is a model of torch, JAX or MLX")
     if framework != "torch" and len(made) != 4:
         raise FactoryError(

@@ -142,16 +142,9 @@ def _log(norm: float | None) -> float:
 
 STEPS = ("step", "_step", "global_step", "iteration", "iter", "trainer/global_step", "train/global_step")
 # What people call a loss, the likeliest first; case, spaces and what separates words do not matter.
-HELD_OUT_NAMES: tuple[str, ...] = (
-    "held_out_loss",
-    "validation_loss",
-    "val_loss",
-    "eval_loss",
-    "test_loss",
-    "loss_validation",
-)
-HELD_OUT_NAMES += ("loss_val", "loss_eval", "loss_held_out", "validation", "eval", "val")
-LOSS_NAMES = ("loss", "train_loss", "training_loss", "loss_train", "loss_training")
+HELD_OUT_NAMES = ["held_out_loss", "validation_loss", "val_loss", "eval_loss", "test_loss", "loss_validation"]
+HELD_OUT_NAMES += ["loss_val", "loss_eval", "loss_held_out", "validation", "eval", "val"]
+LOSS_NAMES = ["loss", "train_loss", "training_loss", "loss_train", "loss_training"]
 _WANDB, _NOT_READ = " - ", ("__MIN", "__MAX", "_step")
 EMPTY = ("", "none", "null", "na", "n/a", "-")  # cells that hold nothing
 EVENT_FILE = "events.out.tfevents"
@@ -329,7 +322,7 @@ def _check_gaps(name: str, column: str, found: Column) -> str:
     return f"`{name}` has no `{column}` {', nor '.join(missing)}" if missing else ""
 
 
-def _find(numbers: Iterable[str], names: tuple[str, ...]) -> str | None:
+def _find(numbers: Iterable[str], names: Iterable[str]) -> str | None:
     """Returns the column with the likeliest of some names, with or without a section in front (`train/loss`)."""
     plain = {_plain(name): name for name in reversed(list(numbers))}
     plain |= {_plain(name.rpartition("/")[2]): name for name in plain.values()} | plain

@@ -24,15 +24,8 @@ from halfstep.tools.compare.curves import HELD_OUT, LOSS, PARTING, Curve, common
 
 LAST = 0.1  # of the steps: their mean training loss is compared if no loss is held out
 # Settings that say nothing about what is compared, or are shown elsewhere.
-NOT_SHOWN = (
-    "title",
-    "seed",
-    "policy",
-    "init_digest",
-    "data.source",
-    "training.validate_every",
-    "training.save_every",
-)
+NOT_SHOWN = {"title", "seed", "policy", "init_digest", "data.source"}
+NOT_SHOWN |= {"training.validate_every", "training.save_every"}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from halfstep.config.load import load, read_policy, setting_named, to_toml
 from halfstep.config.run import RunConfig
@@ -35,8 +35,8 @@ from halfstep.training.run.health import DivergedError
 from halfstep.training.run.resume import open_run
 from halfstep.training.telemetry.progress import StepProgress, drop_refusals
 
-# Called with steps done, steps in all, and what is being trained.
-OnProgress = Callable[[int, int, str], None]
+# Called with steps done, and what is being trained.
+OnProgress = Callable[[int, str], None]
 Hooks = tuple[Callable[[int], None], Callable[[str], None]]  # for steps and for warnings
 RECORDS = 20  # of each layer, over a run
 
@@ -59,7 +59,7 @@ def train_policies(
     policies: Sequence[str],
     seeds: Sequence[int],
     steps: int,
-    on_progress: OnProgress = lambda done, total, words: None,
+    on_progress: OnProgress = lambda done, words: None,
     *,
     out: Path,
     device: str | None = None,
@@ -82,7 +82,7 @@ def shorten(config: RunConfig, steps: int) -> RunConfig:
 def train_ways(
     ways: Sequence[Way],
     seeds: Sequence[int],
-    on_progress: OnProgress = lambda done, total, words: None,
+    on_progress: OnProgress = lambda done, words: None,
     *,
     out: Path,
     device: str | None = None,
@@ -92,7 +92,6 @@ def train_ways(
 
     `on_warning` gets each warning of the runs once, such as that this machine has to emulate a format.
     """
-    total = len(seeds) * sum(way.config.training.steps for way in ways)
     corpora: dict[str, Corpus] = {}
     warned: set[str] = set()
     done = 0
@@ -108,7 +107,7 @@ def train_ways(
             words, before = f"{way.name}, seed {seed}", done
 
             def report(step: int, words: str = words, before: int = before) -> None:
-                on_progress(before + step, total, words)
+                on_progress(before + step, words)
 
             report(0)
             config = dataclasses.replace(way.config, seed=seed)
@@ -122,7 +121,7 @@ def train_ways(
                 curve = dataclasses.replace(curve, memory=None)  # of the process, which has trained other runs too
             curves[way.name][seed] = curve
             done += config.training.steps
-    on_progress(total, total, "")
+    on_progress(done, "")
     return curves
 
 
@@ -200,8 +199,7 @@ class _Report(StepProgress):
     """The progress of one of several runs: their caller shows it."""
 
     def __init__(self, total: int, start: int, report: Callable[[int], None], warn: Callable[[str], None]):
-        silent: TextIO = drop_refusals(None)
-        super().__init__(total, start, silent)
+        super().__init__(total, start, drop_refusals(None))
         self._report, self._warn = report, warn
 
     def note(self, text: str) -> None:

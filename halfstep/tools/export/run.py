@@ -47,27 +47,6 @@ MOST_ALLOWED = 10.0  # that a caller may ask for
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """What was rounded by blocks."""
-
-    size: int
-    errors: Mapping[str, float]  # of each matrix, relative to its norm
-    parameters: int  # in these matrices
-    parameters_fp32: int  # in everything else
-
-    def record(self) -> dict[str, Any]:
-        """Returns it as JSON has it, with the matrix that lost most."""
-        worst = max(self.errors, key=lambda name: self.errors[name])
-        return {
-            "block": self.size,
-            "parameters_rounded": self.parameters,
-            "parameters_fp32": self.parameters_fp32,
-            "worst_matrix": worst,
-            "worst_matrix_error": self.errors[worst],
-        }
-
-
-@dataclass(frozen=True)
 class Exported:
     """What was written, and how it compares with its source."""
 
@@ -79,7 +58,7 @@ class Exported:
     after: Evaluation
     bound: float
     bytes_fp32: int  # of the source's weights
-    blocks: Blocks | None  # None if the target has none
+    blocks: Mapping[str, Any]  # what was rounded by blocks; empty if the target has none
     logits_error: float | None  # None if the target rounds more than the weights
     logits_bound: float | None
 
@@ -109,10 +88,10 @@ class Exported:
         if not TARGETS[self.to].rounds_to or not too_far or self._wrong_logits():
             return None
         allow = f"`--allow {math.ceil(self.error * 100) / 100}` keeps it all the same"
-        if self.blocks is None:
+        if not self.blocks:
             return allow
         better = "`--to int4` and `--to int8` lose" if self.to == "int2" else "`--to int8` loses"
-        return f"{allow}; {better} less" + (", and so does `--block 32`" if self.blocks.size > 32 else "")
+        return f"{allow}; {better} less" + (", and so does `--block 32`" if self.blocks["block"] > 32 else "")
 
     def _wrong_logits(self) -> str:
         error, bound = self.logits_error, self.logits_bound
@@ -139,7 +118,7 @@ class Exported:
             "bound": self.bound,
             "logits_error": self.logits_error,
             "logits_bound": self.logits_bound,
-            **({} if self.blocks is None else self.blocks.record()),
+            **self.blocks,
         }
 
 
@@ -184,10 +163,10 @@ def run(
     limit = min(tokens, config.training.validation_tokens)
     config = replace(config, training=replace(config.training, validation_tokens=limit))
     weights = round_weights(masters(trained.state, config.model, averaged=False), fmt)
-    size, blocks = sum(x.nbytes for x in weights.values()), None
+    size, errors = sum(x.nbytes for x in weights.values()), dict[str, float]()
     if target.bits:
         model, weights = untie(config.model, weights)
-        weights, blocks = _round_to_blocks(weights, target.bits, block)
+        weights, errors = round_matrices(weights, target.bits, block)
     text = "" if tokenizer is None else _text(tokenizer, corpus)
     job = Job(config.model, weights, fmt, session, device, tokenizer, text, block)
     target.check(job)
@@ -206,6 +185,7 @@ def run(
         name = target.rounds_to or str(fmt)
         logits = (None, None) if name == "int8" else (error, logits_bound(config.model, to))
         bound = SCORE_BOUNDS[name] if allow is None else allow
+        blocks = _describe_blocks(weights, errors, block) if errors else {}
         result = Exported(place, to, name, None, before, after, bound, size, blocks, *logits)
         if result.problem:
             return result
@@ -213,8 +193,7 @@ def run(
         origin = describe_origin(manifest, manifest["step"], trained.weights)
         kept = {key: value for key, value in result.record().items() if key not in ("path", "bytes", "kept")}
         record = {"halfstep": __version__, **origin, "to": to, "format": name, "score": kept}
-        if blocks is not None:
-            record["matrix_errors"] = blocks.errors
+        record |= {"matrix_errors": errors} if errors else {}
         return replace(result, bytes=finish(folder, place, record))
 
 
@@ -233,10 +212,11 @@ def round_weights(weights: Iterable[tuple[str, Floats]], fmt: Format) -> dict[st
     return result
 
 
-def _round_to_blocks(weights: Mapping[str, Floats], bits: int, block: int) -> tuple[dict[str, Floats], Blocks]:
-    rounded, errors = round_matrices(weights, bits, block)
-    inside = sum(weights[name].size for name in errors)
-    return rounded, Blocks(block, errors, inside, sum(x.size for x in weights.values()) - inside)
+def _describe_blocks(weights: Mapping[str, Floats], errors: Mapping[str, float], block: int) -> dict[str, Any]:
+    inside, worst = sum(weights[name].size for name in errors), max(errors, key=lambda name: errors[name])
+    outside = sum(x.size for x in weights.values()) - inside
+    sizes = {"block": block, "parameters_rounded": inside, "parameters_fp32": outside}
+    return {**sizes, "worst_matrix": worst, "worst_matrix_error": errors[worst]}
 
 
 def logits_bound(model: ModelConfig, to: str) -> float:

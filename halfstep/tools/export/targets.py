@@ -196,6 +196,7 @@ DTYPES = {"fp32": ("F32", "float32"), "bf16": ("BF16", "bfloat16"), "fp16": ("F1
 
 
 Model = Session | OtherModel  # that was loaded back
+Quantize = Callable[["Job", Path, Path, bool], object]
 
 
 @dataclass(frozen=True)
@@ -229,8 +230,7 @@ class Target:
 
 def check_packages(to: str) -> None:
     """Refuses a target whose packages are not installed."""
-    missing = [package for package in TARGETS[to].packages if find_spec(package) is None]
-    if missing:
+    if missing := [package for package in TARGETS[to].packages if find_spec(package) is None]:
         raise ExportError(
             f"`--to {to}` needs what is not installed: {', '.join(missing)}",
             hint=how_to_install("torch,export" if "torch" in missing else "export"),
@@ -290,7 +290,7 @@ def untie(model: ModelConfig, weights: Mapping[str, Floats]) -> tuple[ModelConfi
     return replace(model, tied=False, zero_head=False), {HEAD: weights["embed.weight"], **weights}
 
 
-def _write_quantized(quantize: Callable[[Job, Path, Path, bool], object], job: Job, folder: Path) -> None:
+def _write_quantized(quantize: Quantize, job: Job, folder: Path) -> None:
     """Writes the graph in fp32, has onnxruntime quantize it, and keeps the result."""
     model, weights = untie(job.model, job.weights)
     wide = folder / "wide"
@@ -333,6 +333,11 @@ def _load_quantized(operator: str, job: Job, folder: Path) -> Model:
     if found != expected:
         raise ExportError(f"{found} of {expected} matrices are {operator}; the quantizer left the others in fp32")
     return _load_onnx(job, folder)
+
+
+def _quantized(quantize: Quantize, operator: str, name: str, bits: int = 0) -> Target:
+    ways = partial(_write_quantized, quantize), partial(_load_quantized, operator)
+    return Target(*ways, packages=EXPORTER, rounds_to=name, bits=bits, backend="torch")
 
 
 @contextmanager
@@ -380,22 +385,7 @@ TARGETS: dict[str, Target] = {
     ),
     "safetensors": Target(_write_safetensors, _load_safetensors),
     "onnx": Target(_write_onnx, _load_onnx, packages=EXPORTER, formats=("fp32",), backend="torch"),
-    "int8": Target(
-        partial(_write_quantized, _quantize_int8),
-        partial(_load_quantized, "MatMulInteger"),
-        packages=EXPORTER,
-        rounds_to="int8",
-        backend="torch",
-    ),
-    **{
-        f"int{bits}": Target(
-            partial(_write_quantized, partial(_quantize_blocks, bits)),
-            partial(_load_quantized, "MatMulNBits"),
-            packages=EXPORTER,
-            rounds_to=f"int{bits}",
-            bits=bits,
-            backend="torch",
-        )
-        for bits in (4, 2)
-    },
+    "int8": _quantized(_quantize_int8, "MatMulInteger", "int8"),
+    "int4": _quantized(partial(_quantize_blocks, 4), "MatMulNBits", "int4", bits=4),
+    "int2": _quantized(partial(_quantize_blocks, 2), "MatMulNBits", "int2", bits=2),
 }

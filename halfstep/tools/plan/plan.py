@@ -225,8 +225,7 @@ def _sent(parameters: Any, policy: Policy, job: Job) -> dict[str, int]:
 
 
 def _wire_seconds(sent: dict[str, int], machine: Machine, job: Job) -> Range:
-    total = sum(sent.values())
-    if not total:
+    if not (total := sum(sent.values())):
         return 0.0, 0.0
     crosses = job.gpus > machine.gpus
     speed = (machine.network if crosses else machine.link) or machine.network

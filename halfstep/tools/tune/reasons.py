@@ -24,7 +24,7 @@ def reason_for_rule(tuned: TuneResult, wanted: ModuleRule) -> str:
     """Returns why a rule is there."""
     base = Policy.parse(tuned.settings.base)
     options = {name: tuned.found.assignment.get(name, Option()) for name in wanted.modules}
-    if any(not option.is_base for option in options.values()):
+    if any(option.compute or option.grad for option in options.values()):
         shares = [option.damage for option in options.values()]
         costs = sum(option.cost for option in options.values())
         before = sum(tuned.rows[name][0].cost for name in options)

@@ -27,11 +27,6 @@ class Option:
     damage: float = 0.0  # predicted: the share of a step's descent that is lost
     cost: float = 0.0  # of a training step: seconds or bytes
 
-    @property
-    def is_base(self) -> bool:
-        """Whether nothing changes."""
-        return not self.compute and not self.grad
-
 
 @dataclass(frozen=True)
 class Step:
@@ -77,8 +72,7 @@ def ladder(options: Sequence[Option]) -> list[Option]:
     rungs = [options[0]]
     while True:
         here = rungs[-1]
-        cheaper = [o for o in options if o.cost < here.cost and math.isfinite(o.damage)]
-        if not cheaper:
+        if not (cheaper := [o for o in options if o.cost < here.cost and math.isfinite(o.damage)]):
             return rungs
         rungs.append(max(cheaper, key=lambda o: (Step("", here, o).worth, -o.cost)))
 

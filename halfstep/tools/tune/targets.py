@@ -101,12 +101,8 @@ class RecipeTarget:
     def _curve(self, policy: Policy, seed: int, steps: int, report: Report) -> Any:
         from halfstep.tools.compare.runs import train_policies
 
-        def on_progress(done: int, _total: int, _words: str) -> None:
-            report(done)
-
-        text = str(policy)
-        runs = train_policies(self.config, [text], [seed], steps, on_progress, out=self.out, device=self.device)
-        return runs[text][seed]
+        given = self.config, [str(policy)], [seed], steps, lambda done, _: report(done)
+        return train_policies(*given, out=self.out, device=self.device)[str(policy)][seed]
 
 
 class FactoryTarget:

@@ -271,8 +271,7 @@ def is_state_file(file: Path) -> bool:
 
 def latest(folder: Path) -> Path | None:
     """Returns the newest checkpoint's folder, or None; refuses an incomplete one. Only `load` checks contents."""
-    paths = step_folders(folder)
-    if paths:
+    if paths := step_folders(folder):
         check_complete(paths[-1])
     return paths[-1] if paths else None
 

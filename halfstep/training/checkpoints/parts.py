@@ -39,14 +39,7 @@ GLANCE = 0.05  # seconds between two listings of a folder
 
 
 def save_part(
-    folder: Path,
-    step: int,
-    read: Snapshot,
-    meta: Mapping[str, Any],
-    *,
-    rank: int,
-    ranks: int,
-    token: str,
+    folder: Path, step: int, read: Snapshot, meta: Mapping[str, Any], *, rank: int, ranks: int, token: str
 ) -> Path:
     """Writes this rank's part of a checkpoint; returns the folder once all ranks have written theirs.
 
@@ -137,8 +130,7 @@ def _wait_for_notes(partial: Path, target: Path, ranks: int) -> dict[str, dict[s
                     f"checkpoint `{target}` cannot be written: rank 0 does not see what rank {rank} wrote to it",
                     hint="let all machines write to one folder, on a disk that they share, with `--out`",
                 )
-        missing = [rank for rank, name in enumerate(names) if name not in notes]
-        if not missing:
+        if not (missing := [rank for rank, name in enumerate(names) if name not in notes]):
             return {name: notes[name] for name in names}
         if time.monotonic() > over:
             raise CheckpointWriteError(

@@ -93,8 +93,14 @@ def from_sides(
     to_train: Sequence[Document], held_out: Sequence[Document], description: str, vocabulary: int
 ) -> Corpus:
     """Builds a corpus whose tokens are bytes and whose sides are documents joined together."""
-    if vocabulary < 256:
-        _check_bytes([*to_train, *held_out], vocabulary)
+    for document in [*to_train, *held_out] if vocabulary < BYTES else ():
+        data = np.frombuffer(document.content, dtype=np.uint8)
+        if (largest := int(data.max())) >= vocabulary:
+            raise VocabularyError(
+                f"`{document.name}` contains byte {largest} at offset {int(data.argmax())}, but the "
+                f"vocabulary has only {vocabulary} tokens, 0 to {vocabulary - 1}",
+                hint="text is read as bytes: use `--set model.vocabulary=256`",
+            )
     joined = (b"".join(each.content for each in side) for side in (to_train, held_out))
     train, validation = (np.frombuffer(side, dtype=np.uint8) for side in joined)
     identity = blake2b(digest_size=16)
@@ -110,15 +116,3 @@ def from_sides(
         held_out_digest=blake2b(validation.tobytes(), digest_size=16).hexdigest(),
         vocabulary=BYTES,
     )
-
-
-def _check_bytes(documents: Sequence[Document], vocabulary: int) -> None:
-    for document in documents:
-        data = np.frombuffer(document.content, dtype=np.uint8)
-        largest = int(data.max())
-        if largest >= vocabulary:
-            raise VocabularyError(
-                f"`{document.name}` contains byte {largest} at offset {int(data.argmax())}, but the "
-                f"vocabulary has only {vocabulary} tokens, 0 to {vocabulary - 1}",
-                hint="text is read as bytes: use `--set model.vocabulary=256`",
-            )

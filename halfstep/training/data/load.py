@@ -170,8 +170,7 @@ def _searched_in(path: Path) -> str:
 
 def load_held_out(text: str, source: str, recorded: Mapping[str, Any], vocabulary: int) -> Corpus:
     """Opens a text to evaluate on. `source` is the data of the run, `recorded` what its manifest says of it."""
-    index = packed_index(source, recorded)
-    if index is None:
+    if (index := packed_index(source, recorded)) is None:
         corpus = from_sides((), *_check_text(_find(text, "--validation"), text), vocabulary)
         return replace(corpus, digest=corpus.held_out_digest)
     tokenizer, (found,) = open_saved(Path(source).expanduser(), index.tokenizer), find_sources([text])

@@ -294,8 +294,7 @@ def shards_corpus(paths: Sequence[Path], share: float, vocabulary: int, source: 
     """Builds a corpus from shards, in the order of their names."""
     shards = [open_shard(path) for path in sorted(paths)]
     held_out = [shard for shard in shards if _HELD_OUT.search(shard.path.name)]
-    others = [shard for shard in shards if not _HELD_OUT.search(shard.path.name)]
-    if not others:
+    if not (others := [shard for shard in shards if not _HELD_OUT.search(shard.path.name)]):
         raise HeldOutError(
             f"`{source}` has no shard to train on: the name of `{held_out[0].path.name}` marks it as held out",
             hint="add training shards, or rename it without `val`",

@@ -24,7 +24,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,11 +50,19 @@ _UNSPELLABLE = "\uffff"  # not a character, so it occurs in no text
 
 
 class LibraryTokenizer(Tokenizer):
-    """A tokenizer that a library reads from a file."""
+    """A tokenizer that a library reads from a file; `what` and `remedy` are of the error if it cannot."""
+
+    package: ClassVar[str]
+    what: ClassVar[str]
+    remedy: ClassVar[str]
 
     def __init__(self, name: str, content: bytes, separator: int | None):
+        library = import_optional(self.package, f"tokenizer `{name}`")
         with _no_panic(name):
-            vocabulary = self._open(name, content)
+            try:
+                vocabulary = self._open(library, content)
+            except Exception as error:  # the libraries have no error class
+                raise TokenizerError(f"`{name}` is not a {self.what}: {error}", hint=self.remedy) from None
         super().__init__(name, content, vocabulary, separator)
 
     @classmethod
@@ -92,7 +100,7 @@ class LibraryTokenizer(Tokenizer):
         return next((name for name, number in self._tokens().items() if number == self.separator), None)
 
     @abstractmethod
-    def _open(self, name: str, content: bytes) -> int:
+    def _open(self, library: Any, content: bytes) -> int:
         """Opens the content of the file; returns the number of tokens."""
 
     @abstractmethod
@@ -106,18 +114,12 @@ class LibraryTokenizer(Tokenizer):
 class HuggingFace(LibraryTokenizer):
     """A tokenizer.json."""
 
-    kind, file = "tokenizer.json", "tokenizer.json"
+    kind, file, package = "tokenizer.json", "tokenizer.json", "tokenizers"
+    what, remedy = "valid tokenizer.json", "`halfstep data train-tokenizer` trains a new one"
 
-    def _open(self, name: str, content: bytes) -> int:
-        library = import_optional("tokenizers", f"tokenizer `{name}`")
-        try:
-            self._written: dict[str, Any] = parse_json(content)
-            self._tokenizer = library.Tokenizer.from_str(_unspellable(self._written) or content.decode())
-        except Exception as error:  # the library raises Exception itself
-            raise TokenizerError(
-                f"`{name}` is not a valid tokenizer.json: {error}",
-                hint="`halfstep data train-tokenizer` trains a new one",
-            ) from None
+    def _open(self, library: Any, content: bytes) -> int:
+        self._written: dict[str, Any] = parse_json(content)
+        self._tokenizer = library.Tokenizer.from_str(_unspellable(self._written) or content.decode())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # in a text they are text
@@ -173,18 +175,13 @@ class HuggingFace(LibraryTokenizer):
 class SentencePiece(LibraryTokenizer):
     """A sentencepiece model. Documents begin with its beginning-of-sequence token, as is usual for these."""
 
-    kind, file = "sentencepiece", "tokenizer.model"
+    kind, file, package = "sentencepiece", "tokenizer.model", "sentencepiece"
+    what, remedy = "sentencepiece model", "name the *.model file"
 
-    def _open(self, name: str, content: bytes) -> int:
-        library = import_optional("sentencepiece", f"tokenizer `{name}`")
-        try:
-            self._model = library.SentencePieceProcessor(model_proto=content)
-            # All at once: a damaged model may hold pieces that are not UTF-8.
-            self._names: list[str] = self._model.id_to_piece(list(range(self._model.vocab_size())))
-        except (RuntimeError, OSError, ValueError) as error:
-            raise TokenizerError(
-                f"`{name}` is not a sentencepiece model: {error}", hint="name the *.model file"
-            ) from None
+    def _open(self, library: Any, content: bytes) -> int:
+        self._model = library.SentencePieceProcessor(model_proto=content)
+        # All at once: a damaged model may hold pieces that are not UTF-8.
+        self._names: list[str] = self._model.id_to_piece(list(range(self._model.vocab_size())))
         return len(self._names)
 
     def _tokens(self) -> Mapping[str, int]:
@@ -210,21 +207,16 @@ class SentencePiece(LibraryTokenizer):
 class Tiktoken(LibraryTokenizer):
     """A tiktoken encoding, saved as JSON so that packed data needs neither tiktoken's cache nor the network."""
 
-    kind, file = "tiktoken", "tokenizer.tiktoken.json"
+    kind, file, package = "tiktoken", "tokenizer.tiktoken.json", "tiktoken"
+    what, remedy = "saved tiktoken encoding", "use tiktoken:NAME"
 
-    def _open(self, name: str, content: bytes) -> int:
-        library = import_optional("tiktoken", f"tokenizer `{name}`")
-        try:
-            written = parse_json(content)
-            ranks = {base64.b64decode(word): rank for word, rank in written["ranks"]}
-            self._special: dict[str, int] = written["special"]
-            self._encoding = library.Encoding(
-                written["name"], pat_str=written["pattern"], mergeable_ranks=ranks, special_tokens=self._special
-            )
-        except Exception as error:  # the library has no error class
-            raise TokenizerError(
-                f"`{name}` is not a saved tiktoken encoding: {error}", hint="use tiktoken:NAME"
-            ) from None
+    def _open(self, library: Any, content: bytes) -> int:
+        written = parse_json(content)
+        ranks = {base64.b64decode(word): rank for word, rank in written["ranks"]}
+        self._special: dict[str, int] = written["special"]
+        self._encoding = library.Encoding(
+            written["name"], pat_str=written["pattern"], mergeable_ranks=ranks, special_tokens=self._special
+        )
         return int(self._encoding.n_vocab)
 
     def _tokens(self) -> Mapping[str, int]:

@@ -130,8 +130,7 @@ class Checkpointer:
         """Returns the answer of rank 0, if several ranks write a checkpoint together; else the given one."""
         if not self.job.is_sharded:
             return answer
-        decided = bool(self.job.broadcast(answer))
-        if decided:
+        if decided := bool(self.job.broadcast(answer)):
             self.saver.wait()  # a save ends for all of them at once
             self.report()
         return decided

@@ -160,8 +160,7 @@ class Monitor:
         """Takes the numbers of a step that is done, and records what was launched with it."""
         if self._session is None:
             return
-        why = self._alarms.observe(numbers)
-        if why:
+        if why := self._alarms.observe(numbers):
             self._alarm(why, step)
         while self._unread and self._unread[0].step <= step:
             self._record(self._unread.popleft())
@@ -222,8 +221,7 @@ class Monitor:
         with self._meters.part("monitor"):
             result: Shadow = session.shadow(micro_batches)
             self._events.write("shadow", step=step, **result.to_event())
-        finding = shadow_finding(result)
-        if finding is None:
+        if (finding := shadow_finding(result)) is None:
             return
         self._alarm("gradients differ from fp32 by more than noise", step)
         if finding.key not in self._shadowed:
@@ -326,8 +324,7 @@ def _operation(layer: LayerInfo, role: str, row: NDArray[Any]) -> Operation:
 
 def shadow_finding(shadow: Shadow) -> Finding | None:
     """Returns what a shadow found outside of its band; None if nothing."""
-    message = shadow.describe()
-    if not message:
+    if not (message := shadow.describe()):
         return None
     where = list(shadow.causes or shadow.outside)
     own = [name for name in shadow.causes if name in shadow.casts]

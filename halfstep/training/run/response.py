@@ -57,8 +57,7 @@ class Responder:
         """Raises RollBackError if the last steps should be given up, ScalingError if nothing helps."""
         health, scale = self.health, numbers["scale"]
         fault = health.observe(step, numbers)
-        message = self.alarm.observe(scale, falling=fault == "skip")
-        if message:
+        if message := self.alarm.observe(scale, falling=fault == "skip"):
             self.checkpointer.events.write("low_scale", step=step, scale=scale, message=message)
             self.checkpointer.bar.note(f"warning: step {step}: {message}")
         if fault is None:

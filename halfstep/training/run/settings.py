@@ -34,27 +34,21 @@ CHANGEABLE |= {f"training.{name}" for name in ("steps", "warmup", "warmdown", "c
 CHANGEABLE |= {f"optimizer.{name}" for name in ("rate", "embedding_rate", "head_rate", "scalar_rate", "muon_rate")}
 CHANGEABLE |= {f"optimizer.{name}" for name in ("epsilon", "weight_decay", "muon_weight_decay")}
 
+# What may differ while the product stays: an update sees the same sequences, in other pieces.
+PIECES = ("training.batch", "training.micro_batches")
+
 # Why the others may not differ, by the setting or its section.
-_MOMENTS = "the moments in the checkpoint were gathered with it"
 REASONS = {
     "seed": "the order of the data follows from it, and data would be repeated or omitted",
-    "init": "the run has left its initial weights behind",
-    "init_digest": "the run has left its initial weights behind",
+    **dict.fromkeys(("init", "init_digest"), "the run has left its initial weights behind"),
     "model": "the weights in the checkpoint have its shape",
     "data.validation": "text that the run was trained on would be held out, or the reverse",
-    "training.batch": "the position in the data is counted in updates of batch x micro_batches sequences",
-    "training.micro_batches": "the position in the data is counted in updates of batch x micro_batches sequences",
+    **dict.fromkeys(PIECES, "the position in the data is counted in updates of batch x micro_batches sequences"),
     "training.deterministic": "the same bits are promised for a whole run or not at all",
     "training.ema": "the average in the checkpoint was taken with it, or there is none",
     "optimizer.name": "the moments in the checkpoint are of another optimizer",
-    "optimizer.betas": _MOMENTS,
-    "optimizer.muon_momentum": _MOMENTS,
-    "optimizer.muon_momentum_start": _MOMENTS,
-    "optimizer.muon_momentum_warmup": _MOMENTS,
+    "optimizer": "the moments in the checkpoint were gathered with it",
 }
-
-# What may differ while the product stays: an update sees the same sequences, in other pieces.
-PIECES = ("training.batch", "training.micro_batches")
 
 
 def train_command(*words: str | Path) -> str:

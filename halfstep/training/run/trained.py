@@ -83,12 +83,8 @@ def _load(place: Path) -> tuple[Loaded, RunConfig]:
         saved = load_artifact(place)
         return saved, build(RunConfig, saved.manifest["config"])
     if not place.is_dir():
-        what = (
-            f"`{place}` is a file, but not an artifact"
-            if place.exists()
-            else f"there is no such folder: `{place}`"
-        )
-        raise RunFolderError(what, hint=_HINT)
+        gone = f"there is no such folder: `{place}`"
+        raise RunFolderError(f"`{place}` is a file, but not an artifact" if place.exists() else gone, hint=_HINT)
     found = checkpoint.load_named(place)
     if found is None and (place / paths.EXPORT_RECORD).is_file():
         raise RunFolderError(

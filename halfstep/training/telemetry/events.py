@@ -392,8 +392,7 @@ def _remove_torn_line(path: Path) -> None:
 
 def _last_line(file: BinaryIO) -> int:
     """Returns where the last line begins: after the last newline."""
-    line = next(_backwards(file), None)
-    if line is None:
+    if (line := next(_backwards(file), None)) is None:
         raise OSError(errno.EFBIG, f"its last line has more than {MOST_LINE:,} bytes")
     return file.seek(0, os.SEEK_END) - len(line)
 

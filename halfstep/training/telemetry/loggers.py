@@ -74,8 +74,7 @@ def check(names: Sequence[str]) -> None:
 
 def curve_values(event: Mapping[str, Any]) -> dict[str, float]:
     """Returns the numbers of an event, named as loggers show them; unknown ones are left out."""
-    prefix = CURVES.get(event["event"])
-    if prefix is None:
+    if (prefix := CURVES.get(event["event"])) is None:
         return {}
     return {f"{prefix}/{name}": value for name, value in numeric_fields(event).items()}
 

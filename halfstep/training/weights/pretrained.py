@@ -146,8 +146,7 @@ def _open(path: str) -> _File:
             hint="download it from a hub first: `hf download openai-community/gpt2 --local-dir gpt2`",
         )
     if (place / paths.CONFIG).exists():
-        newest = checkpoint.latest(place / paths.CHECKPOINTS)
-        if newest is None:
+        if (newest := checkpoint.latest(place / paths.CHECKPOINTS)) is None:
             raise WeightsFileError(f"the run in `{place}` has no checkpoint", hint="name a run that has one")
         place = newest
     if checkpoint.is_state_file(place) and (place.parent / MANIFEST).exists():

@@ -233,17 +233,14 @@ def _no_weights_error(folder: Path) -> WeightsError:
             f"`{folder / SINGLE}` is a link to a missing file",
             hint="a hub's cache keeps files elsewhere: copy them with `cp -rL`, or fetch them again",
         )
-    pickles = [name for name in names if name.endswith((*PICKLES, ".bin.index.json"))]
-    if pickles:
+    if pickles := [name for name in names if name.endswith((*PICKLES, ".bin.index.json"))]:
         return WeightsFileError(
             f"`{folder}` holds its weights as a pickle, `{pickles[0]}`, which runs code when it is loaded",
             hint=AS_SAFETENSORS,
         )
-    others = [name for name in names if name.endswith(".safetensors")]
-    if others:
+    hint = "a folder in Hugging Face layout holds model.safetensors, or shards and their index"
+    if others := [name for name in names if name.endswith(".safetensors")]:
         hint = f"name the file itself: `--init {folder / others[0]}`"
-    else:
-        hint = "a folder in Hugging Face layout holds model.safetensors, or shards and their index"
     return WeightsFileError(f"`{folder}` holds neither {SINGLE} nor {INDEX}", hint=hint)
 
 

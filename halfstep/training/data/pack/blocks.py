@@ -104,8 +104,7 @@ def _pieces(file: SourceFile, start: Position, before: int, field: str) -> Itera
         while not last:
             opened.seek(offset)
             content = opened.read(BLOCK + REACH + 1)
-            end = end_of_piece(content, BLOCK, BLOCK + REACH)
-            if not end:
+            if not (end := end_of_piece(content, BLOCK, BLOCK + REACH)):
                 return
             last = end == len(content)
             at, offset = offset, offset + end
@@ -115,8 +114,7 @@ def _pieces(file: SourceFile, start: Position, before: int, field: str) -> Itera
 
 def _lines(file: SourceFile, start: Position, before: int, field: str) -> Iterator[Block]:
     with _named_errors(file.path), open_regular(file.path) as raw:
-        opened = _decompressed(raw, file.path)
-        if opened is raw:
+        if (opened := _decompressed(raw, file.path)) is raw:
             raw.seek(start.offset)
         else:
             _skip(opened, start.offset)

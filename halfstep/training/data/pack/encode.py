@@ -86,8 +86,7 @@ class Encoder:
         return Encoded(sides, skipped, (min(shares, default=1.0), max(shares, default=0.0)))
 
     def _part(self, texts: list[NDArray[np.uint32]], size: int) -> Part:
-        separator = self.tokenizer.separator
-        if separator is not None:
+        if (separator := self.tokenizer.separator) is not None:
             mark = np.array([separator], dtype=np.uint32)
             texts = [np.concatenate([mark, tokens]) for tokens in texts]
         starts = np.cumsum([0, *(len(tokens) for tokens in texts)], dtype=np.int64)[:-1]
@@ -236,7 +235,6 @@ def _encode(block: Block) -> Encoded:
 
 def _end_with_parent() -> None:
     """A killed parent cannot end its workers, and the pool's queue would keep them waiting forever."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
+    if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(1)

@@ -137,7 +137,9 @@ def pack(
             return dataclasses.replace(index, skipped={**index.skipped, **packing.not_files})
     finally:
         if not is_marked(out):  # nothing was kept
-            _remove_created(created)
+            for path in created:  # the lock, which is held, and empty folders
+                with suppress(OSError):
+                    path.rmdir() if path.is_dir() else path.unlink()
         lock.release()
 
 
@@ -210,8 +212,7 @@ class _Packing:
             writer.close()
 
     def _begin(self) -> None:
-        state = self._earlier_state()
-        if state is not None:
+        if (state := self._earlier_state()) is not None:
             for side, writer in self.writers.items():
                 writer.resume(state.sides[side])
             self.position, self.done = state.position, state.done
@@ -345,13 +346,6 @@ def _create(out: Path) -> list[Path]:
         created = [path for path in (out / LOCK, out, *out.parents) if not path.exists()]
         make_folder(out)
         return created
-
-
-def _remove_created(created: list[Path]) -> None:
-    """Removes the lock, which must be held, and empty folders."""
-    for path in created:
-        with suppress(OSError):
-            path.rmdir() if path.is_dir() else path.unlink()
 
 
 def _check_outside(sources: Sequence[Source], out: Path) -> None:

@@ -139,8 +139,7 @@ def _find_duplicate(sources: Sequence[Source]) -> tuple[Path, str, str] | None:
     known: dict[str, Source] = {}
     for source in sources if len(sources) > 1 else ():
         for file in source.files:
-            first = known.setdefault(os.path.realpath(file.path), source)
-            if first is not source:
+            if (first := known.setdefault(os.path.realpath(file.path), source)) is not source:
                 return file.path, first.given, source.given
     return None
 
@@ -198,12 +197,9 @@ def _saved_dataset(folder: Path) -> tuple[SourceFile, ...]:
 
 
 def _files(paths: list[Path], root: Path, only: str | None) -> tuple[SourceFile, ...]:
-    files = []
-    for path in paths:
-        name = path.relative_to(root).as_posix()
-        if only is None or fnmatch(name, only) or fnmatch(path.name, only):
-            files.append(SourceFile(path, name, file_kind(path), path.stat().st_size, False))
-    return tuple(files)
+    named = ((path, path.relative_to(root).as_posix()) for path in paths)
+    chosen = (each for each in named if only is None or fnmatch(each[1], only) or fnmatch(each[0].name, only))
+    return tuple(SourceFile(path, name, file_kind(path), path.stat().st_size, False) for path, name in chosen)
 
 
 def _named_file(path: Path) -> SourceFile:
