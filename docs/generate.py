@@ -406,7 +406,8 @@ def _methods(name: str, kind: type) -> list[str]:
     if chosen is not None:
         return [method for method in chosen if hasattr(kind, method)]  # optimizers differ by backend
     kinds = (types.FunctionType, property, classmethod)
-    parts = [part for part in reversed(kind.__mro__) if part is kind or part.__name__ == "Engine"]  # of a Run
+    shared = ("Engine", "Losses")  # what a Run and statistics are made of
+    parts = [part for part in reversed(kind.__mro__) if part is kind or part.__name__ in shared]
     members = {key: value for part in parts for key, value in vars(part).items() if not key.startswith("_")}
     public = [key for key, value in members.items() if isinstance(value, kinds)]
     return [key for key in public if key not in INTERNAL.get(name, ())]
