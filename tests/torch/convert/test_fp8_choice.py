@@ -22,6 +22,7 @@ from halfstep.torch.convert.apply import apply, apply_resolved
 from halfstep.torch.convert.fp8_choice import CPU_TOKENS, measure_all
 from halfstep.torch.convert.functions import narrow_logits
 from halfstep.torch.convert.plan import plans_of
+from halfstep.torch.fusion import loss as fusion
 from halfstep.torch.loss import plain as losses
 from halfstep.torch.loss.plain import LEAN_CHUNKS
 from halfstep.torch.measure import LayerWork, time_layer
@@ -32,6 +33,7 @@ from halfstep.torch.session import Session
 from halfstep.torch.state import load_state, restored, state_of, stored
 from tests.conformance.fp8_device import Device
 from tests.refusals import refuses
+from tests.torch import graphs
 
 needs_fp8 = pytest.mark.skipif(not supported(E4M3, "cpu"), reason=supported(E4M3, "cpu").reason)
 WITHOUT_ROWS = product_failure(E4M3, E4M3, torch.device("cpu"), rows=True) if supported(E4M3, "cpu") else "no fp8"
@@ -268,7 +270,8 @@ def kernel(monkeypatch):
     monkeypatch.setattr(
         losses, "why_no_kernel", lambda x, dtype, casts=None: "" if dtype in losses.NARROW else "wide"
     )
-    monkeypatch.setattr(narrow_logits, "why_no_kernel", losses.why_no_kernel)
+    for module in (narrow_logits, fusion):
+        monkeypatch.setattr(module, "why_no_kernel", losses.why_no_kernel)
     monkeypatch.setattr(narrow_logits, "LARGE", 32)
 
 
@@ -358,7 +361,7 @@ def compiled_pass(policy, returns, device):
         return make_boxed_func(graph.forward)
 
     torch.compiler.reset()
-    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    backend = graphs.fused(aot_autograd(fw_compiler=keep, bw_compiler=keep))
     y = torch.compile(run.model, fullgraph=True, backend=backend)(*torch.randint(32, (2, 2, 8)))
     run.backward(y[0] if returns == "logits" else y)
     return [*(y if returns == "logits" else [y]), *(p.grad for p in run.model.parameters())], used, kept
