@@ -12,8 +12,8 @@ Each says why where it does not apply. The graph is not functional: views share 
 place. So what a fusion moves or leaves out must have no other user, and what it reads later must not be written to
 in between (graph.py). What an elementwise function is, is found by evaluating it (pointwise.py).
 
-**Where it runs**: in inductor, before autograd (`config.pre_grad_custom_pass`), once per graph and subgraph, after
-passes that the user has set. Other backends compute the same without it.
+**Where it runs**: in inductor, before autograd (`config.pre_grad_custom_pass`), after passes that the user has
+set, and only in graphs that have layers of ours. Other backends compute the same without it.
 """
 
 import importlib
@@ -22,11 +22,14 @@ from typing import Any
 
 from torch import fx
 
+from halfstep.torch.fp8.linear import narrow_in_graph
 from halfstep.torch.fusion import loss, mlp
 from halfstep.torch.numerics.compile_cache import allow_in_graph
+from halfstep.torch.numerics.matmul import linear_in_graph
 
 REPLACEMENTS = (loss.layer_loss, loss.row_loss, mlp.mlp_in_graph, mlp.gelu_in_graph, mlp.squared_relu_in_graph)
 
+LAYERS = (linear_in_graph, narrow_in_graph)
 FUSED: Counter[str] = Counter()
 """How often each fusion was made in this process."""
 APART: Counter[tuple[str, str]] = Counter()
@@ -34,7 +37,21 @@ APART: Counter[tuple[str, str]] = Counter()
 
 
 def fuse(graph: fx.Graph) -> None:
-    """Replaces what can be fused in a graph of dynamo, and notes what was found."""
+    """Replaces what can be fused in a graph that has layers of ours, and notes what was found."""
+    if not any(node.target in LAYERS for node in graph.nodes):
+        return
+    for inner in _graphs_in(graph):
+        _fuse(inner)
+    _fuse(graph)
+
+
+def _graphs_in(graph: fx.Graph) -> list[fx.Graph]:
+    """Returns the graphs that a graph calls, as that of a function that the backward pass computes again."""
+    called = (getattr(graph.owning_module, str(n.target), None) for n in graph.nodes if n.op == "get_attr")
+    return [part.graph for part in called if isinstance(part, fx.GraphModule)]
+
+
+def _fuse(graph: fx.Graph) -> None:
     for make in (mlp.fuse_layers, loss.fuse_losses, mlp.replace_functions):
         for name, why in make(graph):
             if why:
@@ -44,11 +61,13 @@ def fuse(graph: fx.Graph) -> None:
 
 
 def fuse_all(module: fx.GraphModule) -> None:
-    """Does the same in a module that dynamo made, and in the graphs that it calls, as inductor does."""
+    """Does the same in a module that dynamo made and in those that it calls, in the order of inductor."""
     for part in [*module.modules()][::-1]:
         if isinstance(part, fx.GraphModule):
             fuse(part.graph)
-            part.recompile()
+            for each in part.modules():
+                if isinstance(each, fx.GraphModule):
+                    each.recompile()
 
 
 class Chain:
@@ -75,6 +94,4 @@ def install() -> None:
     else:
         config.pre_grad_custom_pass = fuse if there is None else Chain(there)
     if hasattr(config, "pre_grad_pass_timing"):
-        config.pre_grad_pass_timing = (
-            "early"  # also where torch finds the code in its cache, so that it is counted
-        )
+        config.pre_grad_pass_timing = "early"  # to count what is in torch's cache as well

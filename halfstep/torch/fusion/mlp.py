@@ -19,11 +19,11 @@ from halfstep.torch.fusion.graph import (
     other_format,
     owner_name,
     remove,
+    shape_of,
     used_elsewhere,
     value_of,
     why_not_moved,
 )
-from halfstep.torch.fusion.loss import layer_at
 from halfstep.torch.fusion.pointwise import GELU, SQUARE, Pointwise, known_at
 from halfstep.torch.kernels.activations import by_sigmoid, squared_relu
 from halfstep.torch.numerics.matmul import DIRECT, LinearGeluLinear, linear_in_graph, why_not_fused
@@ -60,13 +60,7 @@ def fuse_layers(graph: fx.Graph) -> Iterator[tuple[str, str]]:
         if function is None or name != GELU:
             continue
         up, more = _over_views(function.source)
-        layers, between = layer_at(up), [*views, *function.nodes, *more]
-        yield (
-            BETWEEN,
-            "it is not of a layer in the same format"
-            if layers is None
-            else _fuse(graph, up, down, function, between),
-        )
+        yield BETWEEN, _fuse(graph, up, down, function, [*views, *function.nodes, *more])
 
 
 def _over_views(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
@@ -85,8 +79,8 @@ def _fuse(graph: fx.Graph, up: fx.Node, down: fx.Node, function: Pointwise, betw
     first, second = up.args, down.args
     if up.target is not linear_in_graph or first[5] is not second[5]:
         return "it is not of a layer in the same format"
-    x, up_values, down_values, y = (value_of(n) for n in (first[0], first[1], second[1], down))
-    if x is None or up_values is None or down_values is None or y is None:
+    x, up_values, down_values = (value_of(n) for n in (first[0], first[1], second[1]))
+    if x is None or up_values is None or down_values is None:
         return "their sizes are not known"
     if why := why_not_fused(x, up_values, down_values, DIRECT[first[5]]):  # type: ignore[index]
         return why
@@ -96,15 +90,15 @@ def _fuse(graph: fx.Graph, up: fx.Node, down: fx.Node, function: Pointwise, betw
         return describe_use(user, f"the results of {owner_name(first[2])}")
     if why := why_not_moved(up, down, [n for n in first if isinstance(n, fx.Node)]):
         return why
+    moved, shape = any(called(node) in VIEWS for node in between), shape_of(down)
+    if moved and shape is None:
+        return "their sizes are not fixed"
     with graph.inserting_before(down):
         given = (*first[:5], *second[1:5], function.recomputed, first[5])
         made = graph.call_function(mlp_in_graph, given)
-        made.meta = dict(down.meta)
-        result = made
-        if x.shape[:-1] != y.shape[:-1]:  # views between them changed the shape of the rows
-            result = graph.call_method("reshape", (made, (*y.shape[:-1], y.shape[-1])))
-            result.meta = dict(down.meta)
-    down.replace_all_uses_with(result)
+        made = graph.call_method("reshape", (made, shape)) if moved else made
+    made.meta = dict(down.meta)
+    down.replace_all_uses_with(made)
     remove([down, *between, up])
     return ""
 

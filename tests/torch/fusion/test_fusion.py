@@ -243,6 +243,15 @@ def test_the_pass_is_there_once_and_after_one_of_the_users(monkeypatch):
     assert seen == [graph]
 
 
+def test_a_model_without_a_policy_is_compiled_as_before():
+    model = Model(tanh_gelu, flat).bfloat16()
+    FUSED.clear()
+    APART.clear()
+    torch.compile(model, fullgraph=True, backend=fused())(torch.randint(0, V, (2, 16))).backward()
+    assert not FUSED
+    assert not APART
+
+
 @pytest.mark.prove
 def test_inductor_runs_the_pass(monkeypatch):
     monkeypatch.setattr(mlp, "_has_form", lambda *_: False)
