@@ -16,7 +16,7 @@ def chromium(tmp_path_factory):
 @pytest.fixture
 def browser(chromium):
     """A browser that has said nothing yet, without a network."""
-    chromium.open("about:blank")  # the page of another test may still ask for its server
+    chromium.send("Page.navigate", url="about:blank")  # the page of another test may still ask for its server
     chromium.complaints.clear()
     chromium.requests.clear()
     chromium.look(WIDE, offline=True)
