@@ -19,7 +19,6 @@ sys.path.insert(0, str(ROOT))  # for tests
 
 from tests.silence import silences  # noqa: E402
 
-SMALL = "--set training.steps=10 --set training.batch_tokens=512"
 SCRIPT = """
 import torch
 model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 4)).bfloat16()
@@ -44,9 +43,9 @@ COMMANDS = (
     "audit -- python train.py",
     "probe tiny",
     "plan gpt2 --gpus 8 --gpu h200",
-    f"compare bf16-mixed fp32 --recipe tiny --seeds 2 {SMALL} --out compared",
-    f"tune tiny {SMALL} --out tuned",
-    "data pack text.txt --tokenizer bytes --out packed",
+    "compare bf16-mixed fp32 --steps 10 --seeds 2 --out compared",
+    "tune tiny --steps 10 --seeds 2 --out tuned",
+    "data pack text.txt --tokenizer bytes --validation 0 --out packed",
     "policy 'fp8-mixed; lm_head: compute=fp32' --model gpt2",
 )
 BY_DESIGN = {"watch"}  # serves a page until it is stopped
