@@ -170,10 +170,10 @@ def call_error(
     """
     if isinstance(error, HalfstepError) or not isinstance(error, Exception):
         return None
-    if isinstance(error, AttributeError | TypeError) and "numpy" in str(error):
+    if isinstance(error, AttributeError | TypeError) and "numpy.ndarray" in str(error):
         return BatchError(
             f"loss_fn was given an array of numpy, which the model does not take: {error}",
-            hint=f"make arrays of the framework of a batch: {cast}",
+            hint=f"convert the arrays of a batch: {cast}",
         )
     try:
         signature = inspect.signature(getattr(loss_fn, "forward", loss_fn))  # a torch module's own takes anything

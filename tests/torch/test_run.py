@@ -62,6 +62,11 @@ def test_arrays_of_numpy_are_named():
 
 
 def test_what_is_wrong_in_a_loss_function_is_its_own_affair():
+    def to_numpy(batch):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu()")
+
+    with pytest.raises(TypeError, match="device type tensor"):  # not that a batch holds arrays of numpy
+        run().step(to_numpy, [data(3)])
     with pytest.raises(ZeroDivisionError):
         run().step(lambda batch: 1 / 0, [data(3)])
 

@@ -87,7 +87,7 @@ class Exported:
         too_far = self.bound < self.error < MOST_ALLOWED
         if not TARGETS[self.to].rounds_to or not too_far or self._wrong_logits():
             return None
-        allow = f"`--allow {math.ceil(self.error * 100) / 100}` keeps it all the same"
+        allow = f"`--allow {math.ceil(self.error * 100) / 100}` keeps it anyway"
         if not self.blocks:
             return allow
         better = "`--to int4` and `--to int8` lose" if self.to == "int2" else "`--to int8` loses"

@@ -304,7 +304,7 @@ def check_backward(rule: Rule, record: Record) -> Iterator[Finding]:
     shows="The positions that were rounded, and their share.",
     what="Positions are counted in bf16 or fp16, and become integers: `ones_like(x[..., 0]).cumsum(1).long()`.",
     why="bf16 has every whole number to 256 only, fp16 to 2048. Beyond, tokens share positions: of 1024, half are "
-    "left. The loss falls all the same.",
+    "left. The loss still falls.",
     fix="Count in integers: `torch.arange(length, device=x.device)`, or `mask.long().cumsum(1)`.",
 )
 def check_positions(rule: Rule, record: Record) -> Iterator[Finding]:
