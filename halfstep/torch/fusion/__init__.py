@@ -5,8 +5,9 @@ however a model is written, its layers, casts, views and losses are nodes with a
 
     loss.py    linear -> views, float, softcap -> cross_entropy    the layer's loss, whose logits are not kept
                bf16 -> views, float, softcap -> cross_entropy      the loss of narrow logits, not widened
+    casts.py   bf16 -> float, views, bf16                          the views alone
     mlp.py     linear -> tanh GELU -> linear                       matmuls that compute the GELU
-               tanh GELU, relu^2                                   functions that take less time or memory
+               either GELU, relu^2                                 functions that take less time or memory
 
 Each says why where it does not apply. The graph is not functional: views share memory, and operations may write in
 place. So what a fusion moves or leaves out must have no other user, and what it reads later must not be written to
@@ -23,11 +24,11 @@ from typing import Any
 from torch import fx
 
 from halfstep.torch.fp8.linear import narrow_in_graph
-from halfstep.torch.fusion import loss, mlp
+from halfstep.torch.fusion import casts, loss, mlp
 from halfstep.torch.numerics.compile_cache import allow_in_graph
 from halfstep.torch.numerics.matmul import linear_in_graph
 
-REPLACEMENTS = (loss.layer_loss, loss.row_loss, mlp.mlp_in_graph, mlp.gelu_in_graph, mlp.squared_relu_in_graph)
+REPLACEMENTS = (loss.layer_loss, loss.row_loss, mlp.mlp_in_graph, *mlp.FORMS.values())
 
 LAYERS = (linear_in_graph, narrow_in_graph)
 FUSED: Counter[str] = Counter()
@@ -52,6 +53,7 @@ def _graphs_in(graph: fx.Graph) -> list[fx.Graph]:
 
 
 def _fuse(graph: fx.Graph) -> None:
+    casts.drop_round_trips(graph)
     for make in (mlp.fuse_layers, loss.fuse_losses, mlp.replace_functions):
         for name, why in make(graph):
             if why:

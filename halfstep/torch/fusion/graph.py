@@ -99,15 +99,15 @@ def why_not_moved(first: fx.Node, last: fx.Node, read: Iterable[fx.Node]) -> str
         name = called(node)
         if name in MODES:
             return "gradients, autocast or a transform are switched between its operations"
-        written = _written(node, name)
-        if any(_may_share(tensor, other) for tensor in written for other in given):
+        if any(may_share(tensor, other) for tensor in written_by(node) for other in given):
             return f"`{name}` may write to what it reads"
         node = node.next
     return ""
 
 
-def _written(node: fx.Node, name: str) -> list[Tensor]:
+def written_by(node: fx.Node) -> list[Tensor]:
     """Returns the tensors that a node may write to."""
+    name = called(node)
     if node.op not in ("call_function", "call_method", "call_module"):
         return []
     schema = getattr(node.target, "_schema", None)
@@ -120,7 +120,7 @@ def _written(node: fx.Node, name: str) -> list[Tensor]:
     return [tensor for n in nodes if (tensor := value_of(n)) is not None]
 
 
-def _may_share(a: Tensor, b: Tensor) -> bool:
+def may_share(a: Tensor, b: Tensor) -> bool:
     """Whether two fake tensors may be of the same memory. Those of views share their storage."""
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 

@@ -1,8 +1,8 @@
 """The activation functions of an MLP: in the matmuls around them, or in a form that takes less time or memory.
 
 `LinearGeluLinear` (numerics/matmul.py) is two linear layers in one format with the tanh form of GELU between them,
-on a GPU whose matmuls compute it as they end. Where that is not possible, the GELU alone is computed by a sigmoid,
-and relu^2 keeps its result alone (kernels/activations.py).
+on a GPU whose matmuls compute it as they end. Elsewhere the tanh form is computed by a sigmoid, the exact form by
+one exponential, and relu^2 keeps its result alone (kernels/activations.py).
 """
 
 from collections.abc import Iterator
@@ -24,8 +24,8 @@ from halfstep.torch.fusion.graph import (
     value_of,
     why_not_moved,
 )
-from halfstep.torch.fusion.pointwise import GELU, SQUARE, Pointwise, known_at
-from halfstep.torch.kernels.activations import by_sigmoid, squared_relu
+from halfstep.torch.fusion.pointwise import EXACT, GELU, SQUARE, Pointwise, known_at
+from halfstep.torch.kernels.activations import ExactGELU, by_sigmoid, squared_relu
 from halfstep.torch.numerics.matmul import DIRECT, LinearGeluLinear, linear_in_graph, why_not_fused
 from halfstep.torch.numerics.provenance import traced
 
@@ -49,7 +49,12 @@ def squared_relu_in_graph(x: Tensor) -> Tensor:
         return squared_relu(x)
 
 
-FORMS = {GELU: gelu_in_graph, SQUARE: squared_relu_in_graph}
+def exact_gelu_in_graph(x: Tensor) -> Tensor:
+    """The exact form of GELU."""
+    return ExactGELU.apply(x)  # type: ignore[no-any-return]
+
+
+FORMS = {GELU: gelu_in_graph, EXACT: exact_gelu_in_graph, SQUARE: squared_relu_in_graph}
 
 
 def fuse_layers(graph: fx.Graph) -> Iterator[tuple[str, str]]:
@@ -126,6 +131,6 @@ def replace_functions(graph: fx.Graph) -> Iterator[tuple[str, str]]:
 
 
 def _has_form(name: str, x: Tensor, function: Pointwise) -> bool:
-    if name == GELU:
-        return x.is_cuda and not function.recomputed  # then it is in a graph of its own
+    if name in (GELU, EXACT):  # where it is recomputed, it is in a graph of its own
+        return x.is_cuda and not function.recomputed and (name == GELU or x.dtype.itemsize == 2)
     return x.dtype is torch.bfloat16

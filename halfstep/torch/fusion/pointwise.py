@@ -15,7 +15,9 @@ from torch import Tensor, fx
 
 from halfstep.torch.fusion.graph import CASTS, called, first_of, value_of
 
-_BENDS = frozenset(("tanh", "sigmoid", "relu", "gelu"))  # one of them is in every function that is looked for
+_BENDS = frozenset(
+    ("tanh", "sigmoid", "relu", "gelu", "erf")
+)  # one of them is in every function that is looked for
 _ARITHMETIC = (
     "add sub mul div truediv true_divide multiply subtract divide rsub neg pow square clamp_min "
     "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __pow__ __neg__"
@@ -25,9 +27,10 @@ CHECKPOINT = "tag_activation_checkpoint"
 CLOSE = 1e-7  # constants that people write have 7 digits or more, and bf16 has 3
 LONGEST = 20
 _POINTS = torch.linspace(-12.0, 12.0, 97, dtype=torch.float64)
-GELU, SQUARE = "tanh GELU", "relu^2"
+GELU, EXACT, SQUARE = "tanh GELU", "exact GELU", "relu^2"
 KNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     GELU: lambda x: F.gelu(x, approximate="tanh"),
+    EXACT: F.gelu,
     SQUARE: lambda x: F.relu(x).square(),
 }
 

@@ -58,6 +58,7 @@ class Linear(torch.autograd.Function):
         casts: Casts,
     ) -> Tensor:
         ctx.casts, compute = casts, casts.compute
+        ctx.transposed = is_transposed(owner)
         w = values if values.dtype is compute else values.to(compute)
         if bias is None:
             outputs, lacking = w.shape[0], tensor_core_padding(w.shape[0], x) if x.is_cuda else 0
@@ -88,7 +89,7 @@ class Linear(torch.autograd.Function):
         if needs[0]:
             grad_input = torch.mm(rows, w).view_as(x)  # .view(x.shape) costs more host time
         if needs[2]:
-            grad_weight = matmul(rows.t(), x.reshape(-1, w.shape[1]), torch.float32)
+            grad_weight = weight_gradient(rows, x.reshape(-1, w.shape[1]), ctx.transposed)
             grad_weight = grad_weight[:outputs] if added else grad_weight
         if needs[4]:
             grad_bias = rows.sum(0, dtype=torch.float32)
@@ -137,6 +138,16 @@ class RoundedLinear(torch.autograd.Function):
         return grad_input, None, grad_weight, None, grad_bias, None
 
 
+def is_transposed(owner: Tensor) -> bool:
+    """Whether a weight is held as (inputs, outputs)."""
+    return not owner.is_contiguous() and owner.t().is_contiguous()
+
+
+def weight_gradient(g: Tensor, x: Tensor, transposed: bool) -> Tensor:
+    """Returns g^T x in fp32, laid out as the weight is, which autograd would copy it to otherwise."""
+    return matmul(x.t(), g, torch.float32).t() if transposed else matmul(g.t(), x, torch.float32)
+
+
 def round_tensor(x: Tensor, fmt: Format, dtype: torch.dtype, casts: Casts) -> Tensor:
     """Rounds to a format, natively by its dtype; a cast that changes nothing still costs a call into torch."""
     x = x if x.dtype is dtype else x.to(dtype)
@@ -175,9 +186,12 @@ DIRECT: dict[torch.dtype, Casts] = {}
 def linear_in_graph(*given: Any) -> Tensor:
     """`Linear` as one function for dynamo's graph: to interpret it in every layer takes long.
 
-    What comes after its operands and their format is for its loss, if they are fused (`OF_LOSS`).
+    What comes after its operands and their format is for its loss, if they are fused (`OF_LOSS`). In a model with
+    convolutions inductor lays out what has four dimensions for them, so a layer keeps its rows as a matrix.
     """
-    return Linear.apply(*given[:5], DIRECT[given[5]])  # type: ignore[no-any-return]
+    x, *others = given[:5]
+    y = Linear.apply(x if x.dim() < 4 else rows_of(x), *others, DIRECT[given[5]])
+    return y if x.dim() < 4 else y.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
 
 
 # In eager mode: what Function.apply adds is for torch.func, whose calls do not come here. The node calls
@@ -231,6 +245,7 @@ class LinearGeluLinear(torch.autograd.Function):
         w1, w2 = up.to(compute), down.to(compute)
         b1, b2 = (None if bias is None else bias.to(compute) for bias in (up_bias, down_bias))
         rows = rows_of(x).contiguous()
+        ctx.transposed = is_transposed(up_owner), is_transposed(down_owner)
         h, act = epilogue.linear_gelu(rows, w1.t(), b1)
         ctx.save_for_backward(rows, w1, w2, h, *(() if lean else (act,)))
         ctx.shape = x.shape
@@ -247,11 +262,11 @@ class LinearGeluLinear(torch.autograd.Function):
         if needs[0]:
             grads[0] = torch.mm(dh, w1).view(ctx.shape)
         if needs[2]:
-            grads[2] = matmul(dh.t(), rows, torch.float32)
+            grads[2] = weight_gradient(dh, rows, ctx.transposed[0])
         if needs[4]:
             grads[4] = dh.sum(0, dtype=torch.float32)
         if needs[6]:
-            grads[6] = matmul(g.t(), kept[0] if kept else gelu(h), torch.float32)
+            grads[6] = weight_gradient(g, kept[0] if kept else gelu(h), ctx.transposed[1])
         if needs[8]:
             grads[8] = g.sum(0, dtype=torch.float32)
         return tuple(grads)

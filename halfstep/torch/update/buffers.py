@@ -61,11 +61,14 @@ class Buffers:
         """Copies what was written to buffers since the last step: a skipped step restores that."""
         if self._nothing_written():
             return
-        for place, buffer, uncounted in self._buffers():
+        uncounted = []
+        for place, buffer, silent in self._buffers():
             if self._changed(place, buffer):
                 self._kept[place] = _copy(buffer)
-            elif uncounted:
-                self._kept[place][0].copy_(buffer)
+            elif silent:
+                uncounted.append((buffer, self._kept[place][0]))
+        for buffers, kept in _by_format(uncounted):
+            torch._foreach_copy_(kept, buffers)
         self._settle()
 
     @torch.no_grad()
@@ -81,11 +84,12 @@ class Buffers:
                 self._kept[place] = _copy(buffer)
             elif uncounted or self._changed(place, buffer):
                 written.append((place, buffer, before))
-        if written:
-            buffers, kept = [now.detach() for _, now, _ in written], [before for _, _, before in written]
-            chosen = [torch.where(finite, now, before) for now, before in zip(buffers, kept, strict=True)]
-            torch._foreach_copy_(buffers, chosen)
-            torch._foreach_copy_(kept, chosen)
+        for buffers, kept in _by_format([(now, before) for _, now, before in written]):
+            now, before = (torch.cat([t.reshape(-1) for t in tensors]) for tensors in (buffers, kept))
+            chosen = torch.where(finite, now, before).split([t.numel() for t in buffers])
+            parts = [part.view(t.shape) for part, t in zip(chosen, buffers, strict=True)]
+            torch._foreach_copy_(buffers, parts)
+            torch._foreach_copy_(kept, parts)
         for place, buffer, before in written:
             self._kept[place] = (before, buffer, buffer._version)
         self._settle()
@@ -113,6 +117,16 @@ class Buffers:
     def _changed(self, place: Place, buffer: Tensor) -> bool:
         _, known, version = self._kept.get(place, (None, None, -1))
         return known is not buffer or version != buffer._version
+
+
+def _by_format(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Returns tensors of one dtype and device together, which take a few kernels instead of one each."""
+    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for buffer, kept in pairs:
+        buffers, copies = groups.setdefault((buffer.dtype, buffer.device), ([], []))
+        buffers.append(buffer.detach())
+        copies.append(kept)
+    return [*groups.values()]
 
 
 def _copy(buffer: Tensor) -> BufferCopy:

@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
 
 from halfstep.torch import prepare
 from halfstep.torch.fusion import APART, FUSED, Chain, fuse, install, mlp
 from halfstep.torch.fusion import loss as loss_pass
+from halfstep.torch.fusion.graph import CASTS, called
 from halfstep.torch.fusion.loss import OF_LAYER, OF_ROWS
 from halfstep.torch.fusion.mlp import BETWEEN
 from halfstep.torch.fusion.pointwise import SQUARE
@@ -212,7 +214,7 @@ def test_logits_that_other_code_sees_are_made_and_the_reason_is_said(form):
     loss, expected, why = LEFT[form]
     found, apart = check_same(F.silu, loss)
     assert found == expected
-    assert any(why in said for _, said in apart), apart
+    assert any(why in said or (form == "a hook" and "`getitem`" in said) for _, said in apart), apart  # torch 2.11
 
 
 MLPS = {
@@ -227,6 +229,50 @@ MLPS = {
 @pytest.mark.parametrize("form", MLPS)
 def test_what_is_between_two_layers_and_no_gelu_keeps_them_apart(form):
     assert BETWEEN not in check_same(MLPS[form], flat)[0]
+
+
+TRIPS = {
+    "there and back": (lambda x: x.float().bfloat16(), 0),
+    "views in between": (lambda x: x.float().view(-1, 4 * D).to(x.dtype).view(2, 16, 4 * D), 0),
+    "by way of fp64": (lambda x: x.double().float().flatten().view(x.shape).bfloat16(), 0),
+    "used in fp32": (lambda x: (w := x.float()).bfloat16() + w.exp().bfloat16(), 3),
+    "used before": (lambda x: x + x.float().bfloat16(), 2),
+    "written to": (lambda x: x.float().mul_(2).bfloat16(), 2),
+    "the result is written to": (lambda x: x.float().bfloat16().mul_(2), 2),
+    "something is computed": (lambda x: (x.float() * 2).bfloat16(), 2),
+    "a narrower format": (lambda x: x.half().bfloat16(), 2),
+}
+
+
+@pytest.mark.parametrize("form", TRIPS)
+def test_casts_that_change_nothing_are_dropped(form):
+    function, left = TRIPS[form]
+    made = []
+
+    def keep(graph, inputs):
+        made.append(sum(called(node) in CASTS for node in graph.graph.nodes))
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    def passed(backend):
+        model = Model(F.silu, flat)
+        torch.manual_seed(0)
+        for p in model.parameters():
+            nn.init.normal_(p, std=0.2)
+        x = torch.randn(2, 16, 4 * D, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
+        run = prepare(model.up, torch.optim.SGD(model.up.parameters(), lr=0.1), "bf16-mixed")
+
+        def call(x):
+            return 3 * function(x * 1.5), model.up(x[..., :D].float())
+
+        y, other = torch.compile(call, fullgraph=True, backend=backend)(x)
+        (y.float().square().sum() + other.float().sum()).backward()
+        assert run is not None
+        return y.detach(), x.grad
+
+    found, expected = passed(fused(keep)), passed("aot_eager")
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    assert made[0] == left + 1  # and that of the layer
 
 
 def test_the_pass_is_there_once_and_after_one_of_the_users(monkeypatch):

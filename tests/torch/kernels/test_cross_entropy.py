@@ -654,3 +654,32 @@ def test_compiled_code_may_ask_for_triton():
     """On a GPU compiled losses ask; `importlib.util.find_spec` is nothing that torch.compile reads."""
     compiled = torch.compile(lambda x: x + has_triton(), backend="eager", fullgraph=True)
     assert compiled(torch.zeros(2)).tolist() == [1.0, 1.0]
+
+
+SIZES = {
+    (32 * 1024, 50304, 1): 3,
+    (4 * 2048, 128256, 1): 2,
+    (2 * 2048, 128256, 1): 1,
+    (64, 50304, 1): 1,
+    (64, 100, 4): 4,
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_large_logits_are_made_in_chunks_of_thousands_of_tokens(size):
+    assert losses.chunks_for(*size) == SIZES[size]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_chunks_that_nobody_asked_for_are_those_that_somebody_asks_for(dtype, monkeypatch):
+    def passed(chunks):
+        x, w = draw(24, 32).to(dtype).requires_grad_(), draw(48, 32).to(dtype).requires_grad_()
+        loss = linear_cross_entropy(x, w, torch.arange(24), chunks=chunks, reduction="sum")
+        return [loss.detach(), *torch.autograd.grad(loss, (x, w))]
+
+    asked, chunks, gradients = passed(3), [], losses.linear_gradients
+    monkeypatch.setattr(losses, "linear_gradients", lambda *given: chunks.append(given[4]) or gradients(*given))
+    monkeypatch.setattr(losses, "TOKENS_OF_CHUNK", 8)
+    monkeypatch.setattr(losses, "LARGE_CHUNK", 8 * 48 * 2)
+    assert all(map(torch.equal, passed(1), asked))
+    assert chunks == [3]

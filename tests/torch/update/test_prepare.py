@@ -20,6 +20,7 @@ from halfstep.core.policy import Policy
 from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.optim.muon import Muon
 from halfstep.torch.run import prepare
+from halfstep.torch.update.buffers import Buffers, Contents
 from tests.refusals import refuses
 from tests.torch.nets import same_by_name
 
@@ -400,6 +401,23 @@ def test_a_replaced_buffer_is_restored_too_and_statistics_that_changed_between_s
     between = model[0].running_var.clone()  # batch norm's kernels write without counting: known by its numbers
     assert bool(run.step(lambda x: model(x).sum(), [torch.full((8, 4), float("nan"))]).skipped)
     assert torch.equal(model[0].running_var, between)
+
+
+def test_the_buffers_of_many_norms_take_as_many_operations_as_those_of_one():
+    """Each has three, and each of those took a copy before a step, and three operations after it."""
+
+    def operations(norms):
+        model = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(norms)), nn.Linear(4, 2))
+        buffers = Buffers(Contents(model))
+        model(torch.randn(8, 4))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            buffers.remember()
+            buffers.restore_unless(torch.tensor(True))
+        counted = ("aten::_foreach_copy_", "aten::where", "aten::cat", "aten::clone")
+        return sorted(event.name for event in seen.events() if event.name in counted)
+
+    assert operations(1) == operations(8)
+    assert "aten::where" in operations(1)
 
 
 LOSSES = {
