@@ -164,7 +164,9 @@ def coded_chunks(
             more = grad_weight if first else torch.empty_like(grad_weight)
             _write_grad_weight(logits, _transpose(rows), g_inv, x_inv, more, casts)
             grad_weight = more if first else grad_weight.add_(more)
+            del more
         start = stop
+        del logits  # before the next are made
     return total, grad_input, grad_weight, sample
 
 

@@ -132,6 +132,7 @@ def chunk_gradients(
             if more is not None:
                 add_or_begin(summed, more, first)
         start += tokens
+        del logits, kept, codes, dx, others  # before the next are made
     return total, grad_input, sums[0], sums[1], sample
 
 

@@ -47,7 +47,7 @@ from halfstep.torch.numerics.matmul import first_derivative_only, matmul, rows_o
 from halfstep.torch.numerics.provenance import compiling, transforming
 
 LEAN_CHUNKS = 4  # a quarter of the logits is less than what two or three layers keep; each costs a pass
-# What chunks that nobody asked for have at least: on an H200, at 700 TFLOP/s and 4 TB/s, the pass over the weight's
+# What chunks that nobody asked for have at least: on an H200, at 700 TFLOP/s and 4 TB/s, a pass over the weight's
 # gradient takes a twentieth of the time of the matmuls of 4096 tokens.
 LARGE_CHUNK, TOKENS_OF_CHUNK = 10**9, 4096  # bytes of logits, tokens
 
@@ -182,6 +182,7 @@ def linear_gradients(
         if needs[2]:
             add_or_begin(grad_bias, logits.sum(0, dtype=torch.float32), first)
         start += some.shape[0]
+        del logits  # before the next are made
     return total, grad_input, grad_weight, grad_bias, sample
 
 

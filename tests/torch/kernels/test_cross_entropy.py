@@ -4,6 +4,7 @@ u is half a unit of the narrow format, to which a gradient is rounded once.
 """
 
 import math
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -668,6 +669,21 @@ SIZES = {
 @pytest.mark.parametrize("size", SIZES)
 def test_large_logits_are_made_in_chunks_of_thousands_of_tokens(size):
     assert losses.chunks_for(*size) == SIZES[size]
+
+
+def test_the_logits_of_one_chunk_are_gone_when_those_of_the_next_are_made(monkeypatch):
+    made, linear = [], losses._logits
+
+    def logits(*given):
+        assert all(reference() is None for reference in made)
+        z = linear(*given)
+        made.append(weakref.ref(z))
+        return z
+
+    monkeypatch.setattr(losses, "_logits", logits)
+    x, w = draw(24, 32).bfloat16().requires_grad_(), draw(48, 32).bfloat16().requires_grad_()
+    linear_cross_entropy(x, w, torch.arange(24), chunks=3)
+    assert len(made) == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
