@@ -19,6 +19,7 @@ set, and only in graphs that have layers of ours. Other backends compute the sam
 
 import importlib
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx
@@ -28,7 +29,12 @@ from halfstep.torch.fusion import casts, loss, mlp
 from halfstep.torch.numerics.compile_cache import allow_in_graph
 from halfstep.torch.numerics.matmul import linear_in_graph
 
-REPLACEMENTS = (loss.layer_loss, loss.row_loss, mlp.mlp_in_graph, *mlp.FORMS.values())
+REPLACEMENTS: tuple[Callable[..., Any], ...] = (
+    loss.layer_loss,
+    loss.row_loss,
+    mlp.mlp_in_graph,
+    *mlp.FORMS.values(),
+)
 
 LAYERS = (linear_in_graph, narrow_in_graph)
 FUSED: Counter[str] = Counter()

@@ -120,7 +120,7 @@ def row_gradients(
 ) -> Tensor:  # fmt: skip
     """Returns the gradient of each row's loss, times its factor, in the dtype of the logits; `kept` as below."""
     terms = Terms(ignored, smoothing, cap, z_loss)
-    grads = _empty_like(logits)
+    grads = logits.new_empty(logits.shape)
     if has_kernel(logits):
         kernels().gradients(logits, grads, targets, lses, factors, width, terms, kept)
     else:
@@ -131,7 +131,7 @@ def row_gradients(
 
 @row_gradients.register_fake
 def _(logits: Tensor, *_: Any) -> Tensor:
-    return _empty_like(logits)
+    return logits.new_empty(logits.shape)
 
 
 @torch.library.custom_op("halfstep::cross_entropy_", mutates_args=("logits",))
@@ -292,10 +292,6 @@ def _store(out: Tensor, grads: Tensor, width: int) -> None:
 
 def _empty_rows(logits: Tensor) -> Tensor:
     return logits.new_empty(logits.shape[0], dtype=torch.float32)
-
-
-def _empty_like(logits: Tensor) -> Tensor:
-    return logits.new_empty(logits.shape)
 
 
 def has_kernel(logits: Tensor) -> bool:
@@ -482,9 +478,8 @@ def linear_losses(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Returns the sum of the losses of x W^T + b, of an x in compute; `targets` are of one dimension.
 
-    With a `width`, of the first columns alone: the others pad a vocabulary.
-
-    Beside it, `size` elements of the logits' gradient for a loss whose own is 1, in fp32; None without gradients.
+    With a `width`, of the first columns alone: the others pad a vocabulary. Beside it, `size` elements of the
+    logits' gradient for a loss whose own is 1, in fp32; None without gradients.
     """
     given = None if bias is None else bias.detach()
     needs = (x.requires_grad, owner.requires_grad, bias is not None and bias.requires_grad)
