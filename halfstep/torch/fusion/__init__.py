@@ -41,15 +41,20 @@ FUSED: Counter[str] = Counter()
 """How often each fusion was made in this process."""
 APART: Counter[tuple[str, str]] = Counter()
 """How often one was not, with the reason."""
+BREAK = "operations on both sides of a graph break"
 
 
 def fuse(graph: fx.Graph) -> None:
     """Replaces what can be fused in a graph that has layers of ours, and notes what was found."""
     if not any(node.target in LAYERS for node in graph.nodes):
         return
-    for inner in _graphs_in(graph):
-        _fuse(inner)
-    _fuse(graph)
+    reason = getattr(graph.owning_module, "compile_subgraph_reason", None)
+    if reason is not None and reason.graph_break:
+        APART[BREAK, reason.reason.splitlines()[0]] += 1
+    for each in [*_graphs_in(graph), graph]:
+        if not hasattr(each, "fused"):
+            each.fused = True  # type: ignore[attr-defined]  # torch calls this for what a graph calls, too
+            _fuse(each)
 
 
 def _graphs_in(graph: fx.Graph) -> list[fx.Graph]:
