@@ -7,6 +7,7 @@ however a model is written, its layers, casts, views and losses are nodes with a
                bf16 -> views, float, softcap -> cross_entropy      the loss of narrow logits, not widened
     casts.py   bf16 -> float, views, bf16                          the views alone
     mlp.py     linear -> tanh GELU -> linear                       matmuls that compute the GELU
+               silu(linear) * linear -> linear                     the product, computed again in the backward pass
                either GELU, relu^2                                 functions that take less time or memory
 
 Each says why where it does not apply. The graph is not functional: views share memory, and operations may write in
@@ -65,7 +66,7 @@ def _graphs_in(graph: fx.Graph) -> list[fx.Graph]:
 
 def _fuse(graph: fx.Graph) -> None:
     casts.drop_round_trips(graph)
-    for make in (mlp.fuse_layers, loss.fuse_losses, mlp.replace_functions):
+    for make in (mlp.fuse_layers, loss.fuse_losses, mlp.replace_functions, mlp.recompute_gates):
         for name, why in make(graph):
             if why:
                 APART[name, why] += 1

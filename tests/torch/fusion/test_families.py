@@ -8,7 +8,7 @@ from halfstep.torch import prepare
 from halfstep.torch.fusion import APART, FUSED, mlp
 from halfstep.torch.fusion import loss as loss_pass
 from halfstep.torch.fusion.loss import OF_LAYER, OF_ROWS
-from halfstep.torch.fusion.mlp import BETWEEN
+from halfstep.torch.fusion.mlp import BETWEEN, GATED
 from halfstep.torch.fusion.pointwise import EXACT, GELU, SQUARE
 from halfstep.torch.kernels import epilogue
 from halfstep.torch.loss import plain
@@ -16,9 +16,9 @@ from tests.torch.graphs import fused
 
 FAMILIES = {
     "gpt2": {BETWEEN: 2, OF_LAYER: 1},
-    "llama": {OF_LAYER: 1},
-    "qwen3": {OF_LAYER: 1},
-    "t5": {GELU: 4, OF_LAYER: 1},  # gated
+    "llama": {GATED: 2, OF_LAYER: 1},
+    "qwen3": {GATED: 2, OF_LAYER: 1},
+    "t5": {GELU: 4, GATED: 4, OF_LAYER: 1},  # gated
     "bert": {EXACT: 3, OF_LAYER: 1},
     "vit": {EXACT: 2, OF_LAYER: 1},
     "mixtral": {OF_ROWS: 1},  # the first call installs hooks, a graph break
