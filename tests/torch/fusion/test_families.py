@@ -18,7 +18,7 @@ FAMILIES = {
     "gpt2": {BETWEEN: 2, OF_LAYER: 1},
     "llama": {GATED: 2, OF_LAYER: 1},
     "qwen3": {GATED: 2, OF_LAYER: 1},
-    "t5": {GELU: 4, GATED: 4, OF_LAYER: 1},  # gated
+    "t5": {GELU: 4, OF_LAYER: 1},  # gated
     "bert": {EXACT: 3, OF_LAYER: 1},
     "vit": {EXACT: 2, OF_LAYER: 1},
     "mixtral": {OF_ROWS: 1},  # the first call installs hooks, a graph break
