@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from halfstep.cli.arguments import Flag, Json
-from halfstep.cli.output import print_json, print_table, print_words, rest
+from halfstep.cli.output import STDERR, print_json, print_table, print_words, rest
 from halfstep.core.errors import OptionError, TargetError, as_message
 
 if TYPE_CHECKING:
     from halfstep.core.audit.finding import Finding
     from halfstep.tools.audit.targets import Collected
 
-STDERR = 2
 STEPS = 20
 Ids = Annotated[tuple[str, ...], Parameter(negative="", show_default=False)]
 
