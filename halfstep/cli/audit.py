@@ -1,6 +1,7 @@
 """`halfstep audit`: which rules of mixed precision a training breaks, where, by which numbers, and what to do."""
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -117,9 +118,9 @@ def _collect(target: Sequence[str], steps: int | None, *, json: bool) -> "tuple[
         return collected, 0
     from halfstep.tools.audit import script
 
-    rest()
-    # What the script prints must not be among our JSON.
-    outcome = script.run(target, steps or STEPS, stdout=STDERR if json else None)
+    print_words(f"watching {steps or STEPS} updates of `{shlex.join(target)}`")
+    # What the script prints must not be among our JSON. From its first words on, it speaks for itself.
+    outcome = script.run(target, steps or STEPS, stdout=STDERR if json else None, on_words=rest)
     collected = Collected([*outcome.records])
     for note in outcome.notes:
         print_words(note)

@@ -77,6 +77,15 @@ def test_what_is_imported_slowly_is_announced_and_broken_by_signs_of_life(argume
     assert re.search(r"loading `.*`\r?\nstill working after [23] s\r?\nstill working after [56]", said)
 
 
+def test_a_script_that_is_audited_speaks_for_itself_from_its_first_words_on(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import time; time.sleep(4); print('first words', flush=True); time.sleep(4)")
+    _, said, _ = silences(["audit", "--", sys.executable, str(script)], tmp_path, {})
+    before, after = said.split("first words")
+    assert "still working after " in before
+    assert "still working" not in after
+
+
 COMMANDS = {
     "train": "train --out other",
     "resume": "train --resume --out RUN --set training.steps=4",
