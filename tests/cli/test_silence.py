@@ -76,7 +76,7 @@ def test_what_is_imported_slowly_is_announced_and_broken_by_signs_of_life(argume
     assert code == 0, said
     assert sum(seconds for seconds, _ in gaps) > SLOW["torch"]
     assert max(gaps)[0] < LONGEST, (max(gaps), said)
-    assert re.search(r"loading `.*`\r?\nstill working after [23] s\r?\nstill working after [56]", said)
+    assert re.search(r"loading `.*`\r?\nstill working after \d s\r?\nstill working after \d", said)
 
 
 def test_a_script_that_is_audited_speaks_for_itself_from_its_first_words_on(tmp_path):
