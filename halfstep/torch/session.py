@@ -82,9 +82,11 @@ class Session(Shell):
         config, self.policy = self.config, policy
         self.model = Decoder(config.model)
         self.model.recompute = config.training.recompute_blocks
+        for parameter in self.model.parameters():  # each weight is sent as soon as it is drawn, and once
+            parameter.data = torch.empty_like(parameter, device=self.device)
+        self.model.to(self.device)  # its tables
         if weights is not None:
             self.model.set_weights(weights)
-        self.model.to(self.device)
         tokens, names = config.training.batch * config.model.context, self.model.module_names()
         self._check_policies(
             policy, lambda later: check_policy(self.model, resolve(self.model, later, names), names=names)
