@@ -36,7 +36,7 @@ Weights = Iterable[tuple[str, NDArray[np.float32]]]
 
 
 def initial_weights(model: ModelConfig, seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Yields the name and initial value of every parameter. Each has a stream of its own, and a core to draw it."""
+    """Yields the name and initial value of every parameter. Several at once draw from streams of their own."""
     count = min(host.threads() or 1, MOST_DRAWN)
     with ThreadPoolExecutor(count) as pool:
         shapes = parameter_shapes(model).items()

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from halfstep.config.run import RunConfig
+from halfstep.config.session import Compilation, Tokens
 from halfstep.config.session import Session as Shell
-from halfstep.config.session import Tokens
 from halfstep.config.weights import Weights
 from halfstep.core.audit.cause import Cause
 from halfstep.core.compare.shadow import Shadow
@@ -108,9 +108,10 @@ class Session(Shell):
             self._optimizers = build_optimizers(self.model, config.optimizer)
             self.run = Run(self.model, self._optimizers, policy, config.training.clip_norm, **run)
         loss = self.model.loss if self._ddp is None else partial(self.model.loss, called=self._ddp)
-        if config.training.compile == "block":
+        self._compilation = self.model.choose_compilation(config.training.compile, tokens, alone=not in_group())
+        if self._compilation.how == "block":
             self.model.compile_blocks()
-        self._loss = torch.compile(loss) if config.training.compile is True else loss
+        self._loss = torch.compile(loss) if self._compilation.how == "whole" else loss
 
     def _release(self) -> None:
         super()._release()
@@ -125,6 +126,10 @@ class Session(Shell):
         exclude_from_ddp(self.model, self.conversion.reduced_by_run())
         called = share(self.model, list(self.model.blocks), config.parallel.shard, local_ranks())
         self._ddp = None if called is self.model else called
+
+    @property
+    def compilation(self) -> Compilation:
+        return self._compilation
 
     @property
     def notes(self) -> list[str]:
