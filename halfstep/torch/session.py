@@ -53,6 +53,14 @@ def local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks()))
 
 
+def start_compiler(device: str | None) -> None:
+    """Starts the processes that compile kernels for a GPU: until they run, this process compiles one by one."""
+    if as_device(device or devices()[0]).type in ("cuda", "xpu"):
+        from torch._inductor.async_compile import maybe_warm_pool  # imports dynamo, which takes seconds
+
+        maybe_warm_pool()
+
+
 class Session(Shell):
     """A model, its optimizers and a policy on one device."""
 

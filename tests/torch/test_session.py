@@ -17,6 +17,7 @@ from halfstep.torch import model
 from halfstep.torch.numerics.dtypes import supported
 from halfstep.torch.session import Session
 from halfstep.torch.state import restored, stored
+from halfstep.training.session import start_compiler
 from tests.token_batches import batch
 from tests.torch.nets import same
 
@@ -73,6 +74,19 @@ def test_blocks_that_are_alike_are_compiled_one_by_one(policy, settings, how, wh
     assert (s.compilation.how, why in s.compilation.why) == (how, True)
     expected = {"no": [], "whole": ["loss"], "block": ["_call_impl"] * 12 + ["after_blocks"]}
     assert [function.__name__ for function in compiled] == expected[how]
+
+
+@pytest.mark.parametrize(("backend", "compiles", "device", "started"), [
+    ("torch", "true", "cuda", 1), ("torch", "block", "cuda:0", 1), ("torch", "false", "cuda", 0),
+    ("torch", "true", "cpu", 0), ("jax", "true", "cuda", 0),
+])  # fmt: skip
+def test_kernels_for_a_gpu_are_compiled_by_processes_that_start_early(
+    backend, compiles, device, started, monkeypatch
+):
+    calls = []
+    monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", lambda: calls.append(None))
+    start_compiler(load("tiny", [f"backend={backend}", f"training.compile={compiles}"]), device)
+    assert len(calls) == started
 
 
 def test_small_blocks_are_compiled_in_one_graph():
