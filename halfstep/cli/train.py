@@ -242,6 +242,7 @@ def _prepare(
     from halfstep.training.data.load import load_corpus
     from halfstep.training.loop import Loop
     from halfstep.training.run.opening import prepare_determinism
+    from halfstep.training.session import start_compiler
     from halfstep.training.telemetry import loggers
     from halfstep.training.telemetry.meters import UNMEASURED
 
@@ -257,6 +258,7 @@ def _prepare(
     prepare_determinism(config, where)  # before anything is measured
     if config.backend not in sys.modules:
         say(f"loading {config.backend}")
+    start_compiler(config, device)
     ran = None if opened is None else opened.policy
     policy, choice = _resolve(job, config, device, ran, say)
     reason = choice.reason if choice else read_as(config.policy)

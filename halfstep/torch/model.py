@@ -14,7 +14,7 @@ Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head,
 """
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.config.model import ModelConfig, module_names, parameter_shapes
+from halfstep.config.session import NOT_ASKED, SAYS_SO, Compilation
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.torch import layers
 from halfstep.torch.kernels.activations import gelu, squared_relu
@@ -33,6 +34,10 @@ from halfstep.torch.numerics.lowering import Casts, round_to_compute, to_compute
 from halfstep.torch.numerics.matmul import why_not_fused
 from halfstep.torch.numerics.recompute import drop_recomputable, recompute_in_backward
 from halfstep.torch.numerics.record import update_record
+
+# Of blocks that are compiled one by one: dynamo compiles a function eight times at most, also without gradients.
+MOST_KINDS = 3
+LEAST_WORK = 2e11  # FLOPs of a block in both passes: an H200 takes some 0.3 ms, and the host to launch them
 
 
 class Decoder(Layer):
@@ -96,6 +101,30 @@ class Decoder(Layer):
         if targets_BT is None:
             return logits  # type: ignore[no-any-return]
         return layers.cross_entropy(logits, targets_BT, self.casts, self.config.softcap)
+
+    def choose_compilation(
+        self, asked: bool | Literal["block", "whole"], tokens: int, *, alone: bool = True
+    ) -> Compilation:
+        """Chooses how a step is compiled: block by block where that is left to us and later steps are as fast.
+
+        `tokens` are those of a micro-batch; the process is `alone`, or shares the run with others. The policy is
+        applied before: blocks in other formats differ.
+        """
+        if asked is not True:
+            return Compilation(asked, SAYS_SO) if asked else Compilation("no", NOT_ASKED)
+        count, kinds = len(self.blocks), len({_kind(block) for block in self.blocks}) + self.config.value_residual
+        work = 6 * tokens * sum(parameter.numel() for parameter in self.blocks[0].parameters())
+        if not alone:
+            return Compilation("whole", "it has not been timed otherwise where processes share a run")
+        if self.skip_weights is not None:
+            return Compilation("whole", "U-net skips are added between its blocks")
+        if self.recompute:
+            return Compilation("whole", "a block that runs again by itself does more than its gradients need")
+        if 2 * kinds > count or kinds > MOST_KINDS:
+            return Compilation("whole", "the graph of a block would serve too few others")
+        if work < LEAST_WORK:
+            return Compilation("whole", "its blocks are so small that launching them takes longer")
+        return Compilation("block", f"its {count} blocks are {f'of {kinds} kinds' if kinds > 1 else 'alike'}")
 
     def compile_blocks(self, **options: Any) -> None:
         """Compiles each block by itself, which is one compilation for all of them, and what follows the last."""
@@ -396,6 +425,12 @@ def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
     rates = config.rope_base ** -(torch.arange(half, dtype=torch.float64) / half)
     angles = torch.outer(torch.arange(config.context, dtype=torch.float64), rates).repeat(1, 2)
     return angles.cos().float(), angles.sin().float()
+
+
+def _kind(block: nn.Module) -> tuple[Any, ...]:
+    """Returns what blocks have in common if one graph serves them: shapes and formats."""
+    shapes = tuple((name, parameter.shape, parameter.dtype) for name, parameter in block.named_parameters())
+    return shapes, tuple(part.casts for part in block.modules() if isinstance(part, Layer))
 
 
 def _norm(config: ModelConfig) -> Norm:

@@ -266,9 +266,9 @@ class Loop:
 
     def _steps(self, batches: Iterable[Tokens]) -> None:
         """Launches step after step; `pending` is the one whose numbers were not read yet."""
-        training, pending, self._unreadable = self.config.training, None, None
-        if not self.tally.watch.seconds and (training.compile or self.config.backend == "jax"):
-            self.bar.note("compiling the first step")
+        pending, self._unreadable = None, None
+        if not self.tally.watch.seconds and self.session.compilation.how != "no":
+            self.bar.note(f"the first step is {self.session.compilation}")
         self.tally.watch.start(self.tally.step)
         for batch in self._until_unreadable(self.meters.timed_batches(batches)):
             self._follow_schedule()

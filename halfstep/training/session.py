@@ -31,6 +31,12 @@ def backend_module(backend: str, name: str) -> Any:
         ) from None
 
 
+def start_compiler(config: RunConfig, device: str | None) -> None:
+    """Starts what compiles the step, if something has to, so that it is ready when the model is."""
+    if config.backend == "torch" and config.training.compile:
+        backend_module("torch", "session").start_compiler(device)
+
+
 def check_device(config: RunConfig, policy: Policy, device: str | None, *, train: bool = True) -> int | None:
     """Refuses a device that is absent or cannot hold the model; returns how many bytes it has."""
     module = backend_module(config.backend, "session")

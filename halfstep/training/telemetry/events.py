@@ -3,9 +3,10 @@
 Every line has `event`, its kind, and `time`, Unix seconds. The kinds and their fields:
 
     start        halfstep (version), config (table), policy (text), outcome (how many matmuls run in fp8 and
-                 why no more do, if that is less than the policy's name says; else empty), choice ({preset,
-                 reason} or null), backend ({name, version}), device ({kind, name}), ranks (processes that
-                 share the run), parameters, tokens_per_step, resumed_from (or null),
+                 why no more do, if that is less than the policy's name says; else empty), compiled ({how: "no",
+                 "block" or "whole", why}), choice ({preset, reason} or null), backend ({name, version}), device
+                 ({kind, name}), ranks (processes that share the run), parameters, tokens_per_step, resumed_from
+                 (or null),
                  schedule ([{from, policy}]: the policies of the run, each from after so many steps on; `policy`
                  is that of the step it starts from),
                  changes ([{step, settings: {name: [before, after]}}]: what was changed where it resumed), init
@@ -101,6 +102,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "config": Mapping[str, Any],
         "policy": str,
         "outcome": str | None,
+        "compiled": Mapping[str, str] | None,
         "choice": Mapping[str, str] | None,
         "changes": tuple[SettingsChange, ...],
         "schedule": tuple[Mapping[str, Any], ...],

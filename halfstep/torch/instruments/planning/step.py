@@ -34,6 +34,8 @@ from halfstep.torch.update.step import Engine
 
 # cuBLAS's workspace: torch's default is 32 MiB from Hopper on, and 8.1 MiB before.
 HOPPER, WORKSPACE = 9, {True: 32 * MIB, False: 8 * MIB + 128 * 1024}
+# What is traced: the run, its loss function, batches, the model, and how it is compiled (config/session.py).
+Made = tuple[Engine, Callable[[Any], Any], list[Any], nn.Module, str]
 ADAMW_BYTES = 28  # read and written for a number: gradient, two moments twice, master twice
 
 
@@ -123,23 +125,25 @@ def force_measured(policy: Policy) -> Policy:
     return replace(policy, compute=forced(policy.compute), grad=forced(policy.grad), rules=tuple(rules))
 
 
-def trace_recipe(config: RunConfig, policy: Policy, hardware: Device) -> Traced:
-    """Traces a step of a recipe, with the micro-batches of one process."""
+def trace_recipe(config: RunConfig, policy: Policy, hardware: Device, *, alone: bool = True) -> Traced:
+    """Traces a step of a recipe, with the micro-batches of one process, which may share the run with others."""
     policy, training, settings = force_measured(policy), config.training, config.model
 
-    def make() -> tuple[Engine, Callable[[Any], Any], list[Any], nn.Module]:
+    def make() -> Made:
         model = Decoder(settings)
         model.recompute = training.recompute_blocks
+        tokens = training.batch * settings.context
         given: dict[str, Any] = {"compiled": bool(training.compile), "memory": training.memory}
-        given["tokens"] = training.batch * settings.context
-        conversion = apply(model, policy, model.module_names(), **given)
+        conversion = apply(model, policy, model.module_names(), tokens=tokens, **given)
         optimizers = build_optimizers(model, config.optimizer)
         options: dict[str, Any] = {"conversion": conversion, "seed": config.seed, "ema": training.ema}
         run = Engine(model, optimizers, policy, training.clip_norm, **options)
         batches = torch.empty(2, training.batch, settings.context + 1, dtype=torch.int64).unbind()
-        return run, lambda pair: model.loss(pair[:, :-1], pair[:, 1:]), list(batches), model
+        how = model.choose_compilation(training.compile, tokens, alone=alone).how
+        return run, lambda pair: model.loss(pair[:, :-1], pair[:, 1:]), list(batches), model, how
 
-    traced = _trace(make, hardware, compiled=training.compile, micro_batches=min(2, training.micro_batches))
+    compiled = bool(training.compile)
+    traced = _trace(make, hardware, compiled=compiled, micro_batches=min(2, training.micro_batches))
     return replace(traced, vocabulary=settings.vocabulary)  # learned positions are embeddings too
 
 
@@ -149,11 +153,11 @@ def trace_factory(
     """Traces a step of what a factory returns: model, optimizer, loss_fn, batch."""
     policy = force_measured(policy)
 
-    def make() -> tuple[Engine, Callable[[Any], Any], list[Any], nn.Module]:
+    def make() -> Made:
         model, optimizer, loss_fn, batch = _check_factory(made())
         batch = pytree.tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, batch)
         run = prepare_as(Engine, model, optimizer, policy, memory=memory)
-        return run, loss_fn, [batch], model
+        return run, loss_fn, [batch], model, "whole" if compiled else "no"
 
     return _trace(make, hardware, compiled=compiled, micro_batches=1)
 
@@ -172,20 +176,20 @@ def _check_factory(made: Any) -> tuple[Any, ...]:
     return made
 
 
-def _trace(make: Callable[[], Any], hardware: Device, *, compiled: bool | str, micro_batches: int) -> Traced:
+def _trace(make: Callable[[], Made], hardware: Device, *, compiled: bool, micro_batches: int) -> Traced:
     trace = Trace()
     tracker = Tracker(trace, "meta")
-    with warnings.catch_warnings(), stand_in(hardware, tracker.launch, compiled=bool(compiled)), tracker:
+    with warnings.catch_warnings(), stand_in(hardware, tracker.launch, compiled=compiled), tracker:
         warnings.simplefilter("ignore")
         if hardware.kind == "nvidia":
             assert hardware.capability is not None
             trace.ledger.allocate(WORKSPACE[hardware.capability[0] >= HOPPER], "setup", (-1,))
         with torch.device("meta"):
-            run, loss_fn, batches, model = make()
+            run, loss_fn, batches, model, how = make()
         called = loss_fn
-        if compiled == "block":
+        if how == "block":
             model.compile_blocks(backend=backend(tracker), dynamic=False)
-        elif compiled:
+        elif how == "whole":
             called = torch.compile(loss_fn, backend=backend(tracker), dynamic=False)
 
         def loss(batch: Any) -> Any:
