@@ -234,7 +234,7 @@ def rms_norm(x: Tensor, gain: Tensor | None, casts: Casts, eps: float | None = 1
     with torch._C.DisableTorchFunction():
         if _is_plain_norm(x, gain, casts):
             return normalize(x, gain, None, eps, dims, casts.compute, False)
-        x, gain = island(x, "norm", casts), gain if gain is None else island_parameter(gain, "norm", casts)
+        x, gain = island(x, "norm", casts), island_parameter(gain, "norm", casts)
         return exit_island(torch.rms_norm(x, x.shape[-dims:], gain, eps), "norm", casts)
 
 
@@ -252,11 +252,8 @@ def layer_norm(
     with torch._C.DisableTorchFunction():
         if _is_plain_norm(x, gain, casts):
             return normalize(x, gain, bias, eps, dims, casts.compute, True)
-        x, gain, bias = (
-            island(x, "norm", casts),
-            island_parameter(gain, "norm", casts),
-            island_parameter(bias, "norm", casts),
-        )
+        x = island(x, "norm", casts)
+        gain, bias = (island_parameter(parameter, "norm", casts) for parameter in (gain, bias))
         return exit_island(torch.layer_norm(x, x.shape[-dims:], gain, bias, eps), "norm", casts)
 
 
@@ -302,16 +299,10 @@ def linear_cross_entropy(
             values, owner = operand_of(weight, casts.whole)
         else:
             values, owner = cached_cast(weight, casts.compute), weight
-        return _linear_losses(x, values, owner, bias, targets, casts, history, terms, chunks, size)
-
-
-def _linear_losses(
-    x: Tensor, values: Tensor, owner: Tensor, bias: Tensor | None, targets: Tensor, casts: Casts,
-    history: History | None, terms: losses.Terms, chunks: int, size: int = 0,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    if casts.wide is not None:
-        return narrow_losses(x, values, owner, bias, targets, casts, history, terms, chunks, size)
-    return losses.linear_losses(x, values, owner, bias, targets, casts, terms, chunks, size)
+        given = (x, values, owner, bias, targets, casts)
+        if casts.wide is not None:
+            return narrow_losses(*given, history, terms, chunks, size)
+        return losses.linear_losses(*given, terms, chunks, size)
 
 
 def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor, casts: Casts) -> Tensor:
@@ -419,12 +410,8 @@ class Norm(Layer):
     def forward(self, x: Tensor) -> Tensor:
         """Returns the normalized input."""
         casts, eps = self.casts or casts_like(x), self.eps
-        if self.kind == "layer":
-            if self.halfstep.recomputed:
-                return recompute_in_backward(
-                    lambda x, g, b: layer_norm(x, g, b, casts, eps), x, self.weight, self.bias
-                )
-            return layer_norm(x, self.weight, self.bias, casts, eps)
+        norm: Any = layer_norm if self.kind == "layer" else rms_norm
+        held = (self.weight, self.bias) if self.kind == "layer" else (self.weight,)
         if self.halfstep.recomputed:
-            return recompute_in_backward(lambda x, g: rms_norm(x, g, casts, eps), x, self.weight)
-        return rms_norm(x, self.weight, casts, eps)
+            return recompute_in_backward(lambda x, *held: norm(x, *held, casts, eps), x, *held)
+        return norm(x, *held, casts, eps)  # type: ignore[no-any-return]

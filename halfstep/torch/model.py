@@ -21,11 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from halfstep.config import weights
 from halfstep.config.model import ModelConfig, module_names, parameter_shapes
 from halfstep.config.weights import Weights, initial_weights
 from halfstep.torch import layers
 from halfstep.torch.kernels.activations import gelu, squared_relu
-from halfstep.torch.layers import CastedLinear, Layer, Matmul, Norm
+from halfstep.torch.layers import CastedLinear, Layer, Matmul, Norm, casts_like
 from halfstep.torch.loss.coded import why_not_coded
 from halfstep.torch.loss.plain import LEAN_CHUNKS, Terms, why_no_kernel
 from halfstep.torch.numerics import attention
@@ -128,7 +129,7 @@ class Decoder(Layer):
                 update_record(part, recomputed=True)
         named = [(name, part) for name, part in self.named_modules() if part not in inside]
         activated = [name for name, part in named if isinstance(part, MLP) and not part.keeps_one]
-        return (*(name for name, part in named if isinstance(part, Norm | HeadNorm)), *activated)
+        return (*(name for name, part in named if isinstance(part, Norm)), *activated)
 
     def attention_kernels(self) -> list[str]:
         """Returns how the blocks compute attention; empty on devices where torch has one way to."""
@@ -373,29 +374,24 @@ class Head(Matmul):
         return [self.size]
 
 
-class HeadNorm(Layer):
+class HeadNorm(Norm):
     """Root-mean-square normalization of each head's features."""
 
     def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.eps = config.epsilon_of("rms")
-        self.weight = _maybe(config.qk_norm == "gain", config.size_of_head)
+        super().__init__(config.size_of_head, gain=config.qk_norm == "gain", eps=config.epsilon_of("rms"))
 
     def forward(self, x_BTHK: Tensor) -> Tensor:
         """Returns the normalized heads."""
-        casts, eps = self.casts, self.eps
         # Compiled code fuses the norm with the turning that follows, which is marked: torch keeps what is between.
-        if self.halfstep.recomputed and not torch.compiler.is_compiling():
-            return recompute_in_backward(lambda x, g: layers.rms_norm(x, g, casts, eps), x_BTHK, self.weight)
-        return layers.rms_norm(x_BTHK, self.weight, casts, eps)
+        if torch.compiler.is_compiling():
+            return layers.rms_norm(x_BTHK, self.weight, self.casts or casts_like(x_BTHK), self.eps)
+        return super().forward(x_BTHK)
 
 
 def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Returns cos and sin of position * base^(-2i/K), twice side by side; angles in fp64, tables in fp32."""
-    half = config.size_of_head // 2
-    rates = config.rope_base ** -(torch.arange(half, dtype=torch.float64) / half)
-    angles = torch.outer(torch.arange(config.context, dtype=torch.float64), rates).repeat(1, 2)
-    return angles.cos().float(), angles.sin().float()
+    """Returns cos and sin of the angle of each position (config.weights)."""
+    cos_TK, sin_TK = map(torch.tensor, weights.rope_tables(config))
+    return cos_TK, sin_TK
 
 
 def _norm(config: ModelConfig) -> Norm:
