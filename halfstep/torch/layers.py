@@ -166,31 +166,14 @@ def linear(
         x = round_to_compute(x, casts) if casts.emulate else x
         if transformed and casts.wide is None:
             return linear_in_steps(x, values, check_transformed(owner, casts), bias, casts)
-        if torch.compiler.is_compiling():
-            return _traced_linear(x, values, owner, bias, casts, history, loss_casts, lean)
+        chunks = losses.LEAN_CHUNKS if lean else 1
         with drop_recomputable(x):
             if casts.wide is not None:
-                return narrow_linear(x, values, owner, bias, casts, history)
-            return apply_linear(x, values, owner, None if bias is None else bias.detach(), bias, casts)
-
-
-def _traced_linear(
-    x: Tensor,
-    values: Tensor,
-    owner: Tensor,
-    bias: Tensor | None,
-    casts: Casts,
-    history: History | None,
-    loss_casts: Casts | None,
-    lean: bool,
-) -> Tensor:
-    """Returns the product, with what its loss needs if the two are fused."""
-    chunks = losses.LEAN_CHUNKS if lean else 1
-    if casts.wide is not None:
-        return narrow_linear(x, values, owner, bias, casts, history, chunks)
-    past = (None, None) if loss_casts is None else amaxes_of(history, loss_casts, trained=True)
-    of_loss = ("" if loss_casts is None else loss_casts.words, chunks, *past)
-    return apply_linear(x, values, owner, None if bias is None else bias.detach(), bias, casts, of_loss=of_loss)
+                return narrow_linear(x, values, owner, bias, casts, history, chunks)
+            past = (None, None) if loss_casts is None else amaxes_of(history, loss_casts, trained=True)
+            of_loss = ("" if loss_casts is None else loss_casts.words, chunks, *past)
+            added = None if bias is None else bias.detach()
+            return apply_linear(x, values, owner, added, bias, casts, of_loss=of_loss)
 
 
 def check_transformed(weight: Tensor, casts: Casts) -> Tensor:
@@ -231,30 +214,29 @@ def embedding(
 
 def rms_norm(x: Tensor, gain: Tensor | None, casts: Casts, eps: float | None = 1e-6, *, dims: int = 1) -> Tensor:
     """Returns x / sqrt(mean(x^2) + eps) * gain over the last dims: inside in the norm format, out in compute."""
-    with torch._C.DisableTorchFunction():
-        if _is_plain_norm(x, gain, casts):
-            return normalize(x, gain, None, eps, dims, casts.compute, False)
-        x, gain = island(x, "norm", casts), island_parameter(gain, "norm", casts)
-        return exit_island(torch.rms_norm(x, x.shape[-dims:], gain, eps), "norm", casts)
-
-
-def _is_plain_norm(x: Tensor, gain: Tensor | None, casts: Casts) -> bool:
-    """Whether the norm is fp32 inside, native, and has fp32 gains, as in most layers."""
-    known = x.dtype is casts.compute or x.dtype is torch.float32
-    known = known and casts.fp32_norm and (gain is None or gain.dtype is torch.float32)
-    return known and not torch._C._is_any_autocast_enabled()
+    return _norm(x, gain, None, casts, eps, dims, centered=False)
 
 
 def layer_norm(
     x: Tensor, gain: Tensor | None, bias: Tensor | None, casts: Casts, eps: float = 1e-5, *, dims: int = 1
 ) -> Tensor:
     """Returns (x - mean) / sqrt(variance + eps) * gain + bias over the last dims, in the formats of `rms_norm`."""
+    return _norm(x, gain, bias, casts, eps, dims, centered=True)
+
+
+def _norm(
+    x: Tensor, gain: Tensor | None, bias: Tensor | None, casts: Casts, eps: Any, dims: int, *, centered: bool
+) -> Tensor:
     with torch._C.DisableTorchFunction():
-        if _is_plain_norm(x, gain, casts):
-            return normalize(x, gain, bias, eps, dims, casts.compute, True)
+        known = x.dtype is casts.compute or x.dtype is torch.float32
+        known = known and casts.fp32_norm and (gain is None or gain.dtype is torch.float32)
+        if known and not torch._C._is_any_autocast_enabled():  # as in most layers
+            return normalize(x, gain, bias, eps, dims, casts.compute, centered)
         x = island(x, "norm", casts)
         gain, bias = (island_parameter(parameter, "norm", casts) for parameter in (gain, bias))
-        return exit_island(torch.layer_norm(x, x.shape[-dims:], gain, bias, eps), "norm", casts)
+        shape = x.shape[-dims:]
+        y = torch.layer_norm(x, shape, gain, bias, eps) if centered else torch.rms_norm(x, shape, gain, eps)
+        return exit_island(y, "norm", casts)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, casts: Casts, softcap: float = 0.0) -> Tensor:
