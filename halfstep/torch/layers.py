@@ -287,6 +287,26 @@ def linear_cross_entropy(
         return losses.linear_losses(*given, terms, chunks, size)
 
 
+def parameter_to_compute(parameter: Tensor, casts: Casts) -> Tensor:
+    """Returns a parameter of no matmul in compute, with its gradient in the format of weight gradients."""
+    return to_compute(with_weight_grad_format(parameter, casts), casts)
+
+
+def times(x: Tensor, factor: Tensor, casts: Casts) -> Tensor:
+    """Multiplies an activation by a parameter in compute."""
+    return round_to_compute(factor * x, casts)
+
+
+def plus(x: Tensor, addend: Tensor, casts: Casts) -> Tensor:
+    """Adds a parameter in compute to an activation."""
+    return round_to_compute(x + addend, casts)
+
+
+def empty_parameter(*shape: int) -> nn.Parameter:
+    """Returns a parameter that has no values yet."""
+    return nn.Parameter(torch.empty(shape))
+
+
 def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor, casts: Casts) -> Tensor:
     """Rotary positions: the two halves of each head turn by the angle of their position; angles are fp32."""
     with torch._C.DisableTorchFunction():
