@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from halfstep.core import state_format
 from halfstep.core.averages import to_state
 from halfstep.core.errors import StateError, type_name
 from halfstep.core.formats import FP32
@@ -39,10 +40,7 @@ from halfstep.torch.optim.drivers import held_by, is_moment, label
 from halfstep.torch.parallel.ranks import in_group
 from halfstep.torch.update.parts import RunParts
 
-# Names of dtypes in a safetensors header.
-_STORED = "float32 bfloat16 float16 float64 int64 int32 int16 int8 uint8 bool"
-_HEADER = "F32 BF16 F16 F64 I64 I32 I16 I8 U8 BOOL"
-DTYPE_NAMES = {getattr(torch, dtype): name for dtype, name in zip(_STORED.split(), _HEADER.split(), strict=True)}
+DTYPE_NAMES = {getattr(torch, kind): name for kind, name in state_format.DTYPE_NAMES.items()}
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from halfstep.config.run import MOST_SLICE
 from halfstep.core.errors import ArgumentError
 from halfstep.core.formats import FP32
-from halfstep.core.observed import LayerInfo, LayerNumbers, Observation, Sample, format_table, name_numbers
+from halfstep.core.observed import LayerInfo, LayerNumbers, Sample, first_rows, format_table, name_numbers, samples
 from halfstep.core.precision import Precision
 from halfstep.core.refusal import check_numbers
 from halfstep.torch.instruments.observe.slots import LayerWatch, first_tensor
@@ -272,7 +272,7 @@ class Monitor:
         Rows are those of the first dimension of the batch's tensors. It runs eagerly, with the weights of now, and
         leaves gradients, buffers and random state as they were. Waits for the device.
         """
-        rows, whole = _first_rows(batch, share)
+        rows, whole = first_rows(batch, share, tree_leaves(batch), tree_map)
         seen: list[tuple[LayerInfo, str, Part]] = []
         with extra_pass_of_run(self._run), ExitStack() as stack:
             for module, info in zip(self._watch.modules, self.layers, strict=True):
@@ -285,11 +285,8 @@ class Monitor:
         for module, info in zip(self._watch.modules, self.layers, strict=True):
             if (p := _matrix(module)) is not None:
                 seen.append((info, "weight", part_of(stored_values(p, p.numel()), spec_of_role(info, "weight"))))
-        merged: dict[str, dict[str, Observation]] = {info.name: {} for info in self.layers}
-        for (info, role, _), observation in zip(seen, observations([part for *_, part in seen]), strict=True):
-            roles = merged[info.name]
-            roles[role] = roles[role] + observation if role in roles else observation
-        return {name: {role: each.sample() for role, each in roles.items()} for name, roles in merged.items()}
+        pairs = zip(seen, observations([part for *_, part in seen]), strict=True)
+        return samples(self.layers, ((info.name, role, each) for (info, role, _), each in pairs))
 
 
 def _observe(
@@ -313,16 +310,3 @@ def _matrix(module: nn.Module) -> Tensor | None:
     """Returns the weight of a layer: its first matrix, else its first parameter."""
     own = [p for p in module.parameters() if p.is_floating_point()]
     return next((p for p in own if p.dim() > 1), own[0] if own else None)
-
-
-def _first_rows(batch: Any, share: float) -> tuple[Any, float]:
-    """Returns a share of the rows of a batch, at least one, and which share that is."""
-    sizes = [t.shape[0] for t in tree_leaves(batch) if isinstance(t, Tensor) and t.dim()]
-    if not sizes:
-        return batch, 1.0
-    kept = max(1, int(sizes[0] * share))
-
-    def cut(value: Any) -> Any:
-        return value[:kept] if isinstance(value, Tensor) and value.dim() and value.shape[0] == sizes[0] else value
-
-    return tree_map(cut, batch), kept / sizes[0]
