@@ -63,6 +63,8 @@ from halfstep.torch.numerics.matmul import (
     EmbeddingLookup,
     apply_linear,
     eager_linear,
+    fp32_linear,
+    is_for_torch,
     linear_in_steps,
 )
 from halfstep.torch.numerics.norms import normalize
@@ -143,6 +145,9 @@ def linear(
         if casts.direct and not transformed and not torch.compiler.is_compiling():
             compute = casts.compute
             x = x if x.dtype is compute else x.to(compute)
+            recomputed = RecomputeInBackward.used and type(x.grad_fn) is NODE
+            if casts.plain and not recomputed and is_for_torch(x, weight, bias, transposed):
+                return fp32_linear(x, weight.t() if transposed else weight, bias)
             if type(weight) is not Tensor and weight.dtype is torch.bfloat16:
                 values, owner = operand_of(weight, casts.whole)
             else:
@@ -150,7 +155,7 @@ def linear(
             if transposed:
                 values, owner = values.t(), owner.t()
             added = None if bias is None else cached_cast(bias, compute)
-            if RecomputeInBackward.used and type(x.grad_fn) is NODE:
+            if recomputed:
                 with drop_recomputable(x):
                     return eager_linear(x, values, owner, added, bias, casts)  # type: ignore[no-any-return]
             return eager_linear(x, values, owner, added, bias, casts)  # type: ignore[no-any-return]
