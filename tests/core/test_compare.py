@@ -212,7 +212,7 @@ def test_a_band_needs_four_seeds():
 def test_p_values_say_what_the_intervals_say():
     chance = np.random.default_rng(0)
     kinds = Counter()
-    for _ in range(400):
+    for _ in range(100):
         gaps = list(chance.normal(chance.choice([0.0, 0.01, 0.03]), 0.01, chance.integers(2, 12)))
         losses = list(chance.normal(2, 0.01, len(gaps))), list(chance.normal(2.02, 0.01, 5))
         for each in (verdict(gaps, delta=0.01), unpaired_verdict(*losses, delta=0.01)):
@@ -220,7 +220,7 @@ def test_p_values_say_what_the_intervals_say():
             assert (each.p_same <= 0.05) == (each.kind == "same")
             assert holm([each]) == [each.kind]
             kinds[each.kind] += 1
-    assert min(kinds.values()) > 50
+    assert min(kinds.values()) > 10
 
 
 def test_holm_corrects_for_the_number_of_verdicts():
@@ -241,11 +241,10 @@ def test_holm_corrects_for_the_number_of_verdicts():
 
 
 def test_a_family_of_equal_ways_is_called_different_in_one_case_of_a_hundred():
-    chance, wrong = np.random.default_rng(1), 0
-    for _ in range(1500):
-        family = [verdict(list(chance.normal(0, 1, 4)), delta=0.0) for _ in range(10)]
-        wrong += "different" in holm(family)
-    assert wrong <= 15 + 3 * math.sqrt(15)
+    chance, any_verdict = np.random.default_rng(1), verdict([0.0, 0.0], delta=0.0)
+    families = chance.random((2000, 10))  # without a difference, a p is anywhere between 0 and 1
+    wrong = sum("different" in holm([replace(any_verdict, p_different=p) for p in ps]) for ps in families)
+    assert abs(wrong - 20) <= 3 * math.sqrt(20)
 
 
 def test_pairs_that_go_together_are_correlated():
