@@ -227,7 +227,9 @@ def test_holm_corrects_for_the_number_of_verdicts():
     """The ps of Holm's own paper would do; these are chosen so that the second falls only after the first."""
 
     def worth(*ps, kind="p_different"):
-        given = [None if p is None else replace(verdict([0.0, 0.0], delta=0.0), **{"p_same": 1.0, kind: p}) for p in ps]
+        given = [
+            None if p is None else replace(verdict([0.0, 0.0], delta=0.0), **{"p_same": 1.0, kind: p}) for p in ps
+        ]
         return [found != "cannot tell" for found in holm(given)]
 
     assert worth(0.006) == [True]

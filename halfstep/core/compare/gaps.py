@@ -182,7 +182,7 @@ def holm(verdicts: Sequence[Verdict | None], looks: int = 1) -> list[Kind]:
 
 
 def _rejected(p_values: Sequence[float], level: float) -> list[bool]:
-    """Returns which null hypotheses fall: the smallest p against level / m, the next against level / (m - 1), ..."""
+    """Returns which of m hypotheses fall: the smallest p against level / m, the next against level / (m - 1)"""
     rejected = [False] * len(p_values)
     for place, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
         if p_values[i] > level / (len(p_values) - place):
