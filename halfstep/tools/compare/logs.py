@@ -34,7 +34,7 @@ from halfstep.training.files import os_errors
 STEPS = ("step", "_step", "global_step", "iteration", "iter", "trainer/global_step", "train/global_step")
 # What people call a loss, the likeliest first; case, spaces and what separates words do not matter.
 HELD_OUT_NAMES = ["held_out_loss", "validation_loss", "val_loss", "eval_loss", "test_loss", "loss_validation"]
-HELD_OUT_NAMES += ["loss_val", "loss_eval", "loss_held_out", "validation", "eval", "val"]
+HELD_OUT_NAMES += ["loss_val", "loss_eval", "loss_held_out", "validation", "eval", "val", "held_out"]
 LOSS_NAMES = ["loss", "train_loss", "training_loss", "loss_train", "loss_training"]
 _WANDB, _NOT_READ = " - ", ("__MIN", "__MAX", "_step")
 EMPTY = ("", "none", "null", "na", "n/a", "-")  # cells that hold nothing
