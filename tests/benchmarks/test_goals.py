@@ -4,10 +4,7 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
-import pytest
-
 from benchmarks.measure import goals
-from benchmarks.race import seeds
 from halfstep.core.errors import HalfstepError
 
 ROOT = Path(__file__).parents[2]
@@ -126,17 +123,3 @@ def test_the_page_shows_what_was_measured():
     page = (ROOT / "docs" / "measurements" / "goals.md").read_text(encoding="utf-8")
     assert "\n".join(goals.table(kept, list(goals.ROWS))) in page, "paste what `goals.py --print` prints"
     assert all(f"`{name}`" in page for name in goals.ROWS)
-
-
-@pytest.mark.prove
-def test_a_seed_after_another_is_the_seed_alone(monkeypatch):
-    """One compiled model serves all seeds, so nothing of a seed may be left for the next."""
-    shape = {"layers": 1, "width": 32, "heads": 2, "context": 16, "vocabulary": 256}
-    monkeypatch.setattr(seeds, "HELD_OUT", 4)
-    options = Namespace(**shape, batch=2, steps=3, rate=1e-2, device="cpu", seeds=[0])
-    corpus = seeds.load_corpus("stdlib", 0.1, 256)
-    both, alone = (seeds.Policy("fp16-mixed,param=fp32:split", options) for _ in range(2))
-    first = list(both.train(0, corpus))
-    later, expected = (list(policy.train(1, corpus))[-1]["held_out"] for policy in (both, alone))
-    assert later == expected
-    assert first[-1]["held_out"] != later

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from halfstep.core.compare.gaps import CompareError
-from halfstep.tools.compare.curves import EMPTY, read_log
+from halfstep.tools.compare.logs import EMPTY, read_log
 
 HEAD = ["step", "loss", "lr", "note"]
 CELLS = ["", "None", "nan", "inf", "-1e400", "two", '"', "1,5", "0x10", "\t", "é", "1e3", " 3.5 ", "{}", "\x00"]
