@@ -197,7 +197,7 @@ def _trace(make: Callable[[], Made], hardware: Device, *, compiled: bool, micro_
                 return called(batch)
 
         update = run.update
-        run.update = trace.during("update")(update)
+        run.update = trace.during("update")(update)  # type: ignore[method-assign]
         torch.compiler.reset()
         with torch.compiler.set_stance("default") if not compiled else nullcontext():
             for count in (1, micro_batches):
