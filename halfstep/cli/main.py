@@ -3,9 +3,11 @@
 import os
 import signal
 import sys
+import time
 from contextlib import suppress
 
 INTERRUPTED = 130  # as in shells: 128 plus the number of the signal
+begun = time.perf_counter()  # when the command that runs was started
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -29,6 +31,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    global begun
+    begun = time.perf_counter()
     try:
         from halfstep.cli import app
 
