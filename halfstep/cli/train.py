@@ -237,6 +237,7 @@ def _prepare(
     job: "Job", asked: Request, config: RunConfig, where: Path, opened: "Opened | None", say: Callable[..., None]
 ) -> "Loop":
     """Reads the data, chooses the precision and builds the loop; says what it is doing before it takes seconds."""
+    from halfstep.cli import main
     from halfstep.core.choice.layers import BUDGET
     from halfstep.tools import probe
     from halfstep.training.data.load import load_corpus
@@ -286,6 +287,7 @@ def _prepare(
         corpus=corpus,
         ceiling=ceiling,
         job=job,
+        begun=main.begun,
     )
 
 

@@ -55,6 +55,7 @@ def test_a_run_leaves_its_folder_with_everything_in_it(text, out):
     assert kinds.count("step") == 6
     assert [e["step"] for e in events if e["event"] == "validation"] == [4, 6]
     assert [e["step"] for e in events if e["event"] == "checkpoint"] == [2, 4, 6]
+    assert events[-1]["until_first_step"] > events[-1]["spent"]["first_step"]
     assert (kinds[0], kinds[-1]) == ("start", "end")
     assert [p.name for p in sorted((out / "checkpoints").iterdir())] == ["step-000004", "step-000006"]
     manifest = json.loads((out / "checkpoints" / "step-000006" / "manifest.json").read_text())

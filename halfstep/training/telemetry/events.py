@@ -49,7 +49,8 @@ Every line has `event`, its kind, and `time`, Unix seconds. The kinds and their 
     warning      message
     stop         step, reason, saved (step of the newest complete checkpoint, or null), and totals
     end          step, seconds, loss, validation_loss, bits_per_byte, tokens_per_second, and totals: where the time
-                 of the session went (meters.py): spent, mfu, busy (or null), busy_unknown (why), memory
+                 of the session went (meters.py): spent, until_first_step (seconds from the start of the command to
+                 the end of the session's first step, or null), mfu, busy (or null), busy_unknown (why), memory
 
 `step` counts updates done: the first is 1. Losses are nats per token. A resumed run appends, from a new `start`
 on; steps between its `resumed_from` and the kill then occur twice, and the later line counts. JSON has no
@@ -96,7 +97,7 @@ _STEP: dict[str, Any] = {"step": Count}
 _LOSS: dict[str, Any] = {**_STEP, "loss": float | None, "grad_norm": float | None, "scale": float | None}
 _COLUMNS = Mapping[str, tuple[float | None, ...]]
 _DONE: dict[str, Any] = {**_STEP, "spent": Mapping[str, float | None] | None, "mfu": float | None}
-_DONE |= {"tokens_per_second": float | None, "memory": Count | None}
+_DONE |= {"until_first_step": float | None, "tokens_per_second": float | None, "memory": Count | None}
 _FIELDS: dict[str, dict[str, Any]] = {
     "start": {
         "config": Mapping[str, Any],

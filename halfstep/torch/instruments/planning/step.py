@@ -35,7 +35,7 @@ from halfstep.torch.update.step import Engine
 # cuBLAS's workspace: torch's default is 32 MiB from Hopper on, and 8.1 MiB before.
 HOPPER, WORKSPACE = 9, {True: 32 * MIB, False: 8 * MIB + 128 * 1024}
 # What is traced: the run, its loss function, batches, the model, and how it is compiled (config/session.py).
-Made = tuple[Engine, Callable[[Any], Any], list[Any], Any, str]
+Made = tuple[Any, Callable[[Any], Any], list[Any], Any, str]
 ADAMW_BYTES = 28  # read and written for a number: gradient, two moments twice, master twice
 
 
@@ -197,7 +197,7 @@ def _trace(make: Callable[[], Made], hardware: Device, *, compiled: bool, micro_
                 return called(batch)
 
         update = run.update
-        run.update = trace.during("update")(update)  # type: ignore[method-assign]
+        run.update = trace.during("update")(update)
         torch.compiler.reset()
         with torch.compiler.set_stance("default") if not compiled else nullcontext():
             for count in (1, micro_batches):
