@@ -69,7 +69,6 @@ class Accumulation:
 
     def clear(self) -> None:
         """Drops everything, autograd's own gradients of the model included."""
-        self._look_for_new()
         for p in self.contents.parameters:
             p.grad = None
         self.sums: dict[int, Tensor] = {}  # by the id of the parameter: hashing a tensor is a Python call
