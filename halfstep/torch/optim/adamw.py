@@ -15,7 +15,8 @@ for whole and split masters; between the two the last bit may differ: torch's fu
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from operator import attrgetter, is_, itemgetter
 from typing import Any, cast
 
@@ -37,11 +38,10 @@ from halfstep.torch.numerics.dtypes import dtype_of, format_of
 from halfstep.torch.numerics.shards import ShardCast, is_shard, local_parts
 from halfstep.torch.optim.masters import Masters
 
-is_sparse: Callable[[Tensor], bool] = Tensor.is_sparse.__get__  # type: ignore[attr-defined]
 # Like torch: tensors, (name, tensor) pairs, or groups with a list of either under "params".
 Params = Iterable[Any]
 # Asked of hundreds of tensors per update, without a Python call for each.
-_DTYPE, _LAST_BITS = attrgetter("dtype"), (15).__and__
+_DTYPE, _LAYOUT, _LAST_BITS = attrgetter("dtype"), attrgetter("layout"), (15).__and__
 # The dtypes of moments that our kernel reads.
 MOMENTS = (torch.float32, torch.bfloat16)
 
@@ -51,6 +51,11 @@ class Grads(dict[int, Tensor]):
 
     A gradient may be wider than its parameter, which `.grad` may not.
     """
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether all are dense and real, as they nearly always are."""
+        return is_plain(self.values())
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -264,31 +269,24 @@ class AdamW(Optimizer):
                 if cast_ is not None:
                     cast_.note_written()
         if rows.others:
-            params, states = [rows.params[i] for i in rows.others], [rows.states[i] for i in rows.others]
             rest = [grads[i] for i in rows.others]
             if scale is not None:
                 torch._foreach_mul_(rest, scale)
-            self._by_torch(params, states, rest, group, found_inf)
+            self._by_torch(group, rows, rest, found_inf)
 
     def _by_torch(
-        self,
-        params: list[Tensor],
-        states: list[dict[str, Any]],
-        grads: list[Tensor],
-        group: dict[str, Any],
-        found_inf: Tensor | None,
+        self, group: dict[str, Any], rows: "_Rows", grads: list[Tensor], found_inf: Tensor | None
     ) -> None:
-        wide, steps = self.masters.wide(params), [state["step"] for state in states]
-        first, second = [_widen(map(itemgetter(slot), states)) for slot in self.slots]
+        wide, (*moments, steps) = self.masters.wide(rows.rest, rows.rest_layout), rows.rest_state
+        first, second = [_widen(column) for column in moments] if rows.narrow else moments
         rule: dict[str, Any] = {"lr": self.rate_of(group), **{k: group[k] for k in ("weight_decay", "eps")}}
         rule |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
         rule |= {"fused": True, "found_inf": found_inf, "amsgrad": False, "maximize": False}
         adamw(wide, _widen(grads), first, second, [], steps, **rule)
-        self.masters.put(params, wide, steps)
-        for state, m, v in zip(states, first, second, strict=True):
-            if m is not state["exp_avg"]:
-                state["exp_avg"].copy_(m)
-                state["exp_avg_sq"].copy_(v)
+        self.masters.put(rows.rest, wide, steps, rows.rest_layout)
+        if rows.narrow:
+            for column, wider in zip(moments, (first, second), strict=True):
+                torch._foreach_copy_(column, wider)
 
 
 class _Rows:
@@ -311,7 +309,12 @@ class _Rows:
                 alike.setdefault(self.columns[0][i].dtype, []).append(i)
         self.launches = [(self._launch(positions), positions) for positions in alike.values()]
         launched = {i for positions in alike.values() for i in positions}
+        # What torch updates instead.
         self.others = [i for i in range(len(params)) if i not in launched]
+        self.rest = [params[i] for i in self.others]
+        self.rest_layout = masters.layout(self.rest)
+        self.rest_state = [[column[i] for i in self.others] for column in self._held]
+        self.narrow = any(t.dtype is not torch.float32 for column in self.rest_state for t in column)
 
     def same(self, params: list[Tensor], masters: Masters, state: Mapping[Tensor, dict[str, Any]]) -> bool:
         """Whether parameters, masters and state are still the same tensors, where they were."""
@@ -324,7 +327,7 @@ class _Rows:
             all(map(is_, params, self.params))
             and masters.layout(params) is self.layout
             and self._casts() == self.casts
-            and self._where() == self._addresses
+            and (not self.launches or self._where() == self._addresses)
         )
 
     def _where(self) -> list[int]:
@@ -351,9 +354,15 @@ class _Rows:
         return fp32 and step.dtype == torch.float32 and first.dtype in MOMENTS and all(reachable([first, second]))
 
 
+def is_plain(tensors: Collection[Tensor]) -> bool:
+    """Whether tensors are dense and real."""
+    dense = set(map(_LAYOUT, tensors)) <= {torch.strided}
+    return dense and not any(dtype.is_complex for dtype in set(map(_DTYPE, tensors)))
+
+
 def readable(grads: list[Tensor]) -> bool:
     """Whether gradients are fp32, contiguous and aligned, as they nearly always are."""
-    if any(map(is_sparse, grads)):
+    if not is_plain(grads):
         return False
     fp32 = all(map(Tensor.is_contiguous, grads)) and set(map(_DTYPE, grads)) == {torch.float32}
     return fp32 and not any(map(_LAST_BITS, map(Tensor.data_ptr, grads)))

@@ -39,7 +39,7 @@ from halfstep.torch.convert.resolve import ModelPolicy
 from halfstep.torch.kernels import reachable
 from halfstep.torch.numerics.dtypes import dtype_of
 from halfstep.torch.numerics.split.operand import values_of
-from halfstep.torch.optim.adamw import Grads, Optimizer, is_sparse, readable
+from halfstep.torch.optim.adamw import Grads, Optimizer, is_plain, readable
 from halfstep.torch.optim.masters import Masters
 
 
@@ -108,7 +108,7 @@ class HalfstepDriver(Driver):
         return f"no sync; {self.optimizer.note}" if self.optimizer.note else "no sync"
 
     def check(self, grads: Grads) -> None:
-        if any(map(is_sparse, grads.values())):
+        if not grads.plain:
             self.optimizer.check_grads(grads)
 
     def step(self, grads: Grads, scale: Tensor, found_inf: Tensor, count: Tensor) -> None:
@@ -136,11 +136,14 @@ class StockDriver(Driver):
 
     def step(self, grads: Grads, scale: Tensor, found_inf: Tensor, count: Tensor) -> None:
         """Updates fp32 masters by the optimizer's own step, with fp32 gradients and moments."""
-        parameters = [p for p in self.parameters if id(p) in grads]
+        held = self.parameters
+        parameters = [p for p in held if id(p) in grads]
         if not parameters or self.start(parameters, found_inf):
             return
+        given = [grads[id(p)] for p in parameters]
         try:
-            self._step_masters(parameters, [grads[id(p)] for p in parameters], scale, count)
+            torch._foreach_mul_(given if grads.plain else numbers_of(given), scale)
+            self._step_masters(held, parameters, given, count)
         finally:
             self.end()
 
@@ -153,9 +156,10 @@ class StockDriver(Driver):
                 p.grad = None
         return {}
 
-    def _step_masters(self, parameters: list[Tensor], grads: list[Tensor], scale: Tensor, count: Tensor) -> None:
-        torch._foreach_mul_(numbers_of(grads), scale)
-        with self.masters.open(self.parameters, count):
+    def _step_masters(
+        self, held: list[Tensor], parameters: list[Tensor], grads: list[Tensor], count: Tensor
+    ) -> None:
+        with self.masters.open(held, count):
             pairs = zip(parameters, grads, strict=True)
             given = [(p, g) for p, g in pairs if p.grad is not g or g.dtype is not p.dtype]
             for p, g in given:
@@ -195,8 +199,10 @@ class FusedDriver(StockDriver):
 
     def _lacks_momentum(self, parameters: Sequence[Tensor]) -> bool:
         """Fused SGD allocates its momentum and leaves the first write to the kernel, which may skip it."""
+        if "dampening" not in self.optimizer.defaults:
+            return False
         ids = set(map(id, parameters))
-        return "dampening" in self.optimizer.defaults and any(
+        return any(
             group["momentum"] and self.optimizer.state.get(p, {}).get("momentum_buffer") is None
             for group in self.optimizer.param_groups
             for p in group["params"]
@@ -274,16 +280,15 @@ def held_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def numbers_of(grads: list[Tensor]) -> list[Tensor]:
     """Returns the numbers of gradients as dense, real ones: their norm and factor are the gradients'."""
-    if any(map(is_sparse, grads)) or any(map(torch.is_complex, grads)):
-        dense = [g._values() if g.is_sparse else g for g in grads]
-        return [torch.view_as_real(g) if g.is_complex() else g for g in dense]
-    return grads
+    if is_plain(grads):
+        return grads
+    dense = [g._values() if g.is_sparse else g for g in grads]
+    return [torch.view_as_real(g) if g.is_complex() else g for g in dense]
 
 
 def norm_of(grads: list[Tensor]) -> Tensor:
     """Returns the norm of all gradients together, in fp32."""
-    norms = torch._foreach_norm(numbers_of(grads))
-    return torch.linalg.vector_norm(torch.stack([n if n.dtype is torch.float32 else n.float() for n in norms]))
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(numbers_of(grads))).float())
 
 
 class GradNorm:

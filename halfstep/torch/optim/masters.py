@@ -147,9 +147,9 @@ class Masters:
                 )
 
     @torch.no_grad()
-    def wide(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def wide(self, parameters: Sequence[Tensor], layout: Layout | None = None) -> list[Tensor]:
         """Returns the masters in fp32: the parameter itself if it is whole, else a new tensor."""
-        layout, masters = self.layout(parameters), list(parameters)
+        layout, masters = layout or self.layout(parameters), list(parameters)
         if layout.split:
             halves = [values_of(parameters[i]) for i in layout.split]
             joined = _apply_to_all(_join, halves, [layout.remainders[i] for i in layout.split])
@@ -161,15 +161,21 @@ class Masters:
         return masters
 
     @torch.no_grad()
-    def put(self, parameters: Sequence[Tensor], wide: Sequence[Tensor], counts: Sequence[Tensor]) -> None:
+    def put(
+        self,
+        parameters: Sequence[Tensor],
+        wide: Sequence[Tensor],
+        counts: Sequence[Tensor],
+        layout: Layout | None = None,
+    ) -> None:
         """Stores fp32 masters as they are held; whole ones stay. `counts` number the updates, for rounding."""
-        layout = self.layout(parameters)
+        layout = layout or self.layout(parameters)
         for i in layout.rounded:
             self._round_back(parameters[i], wide[i], counts[i])
         if layout.split:
             rows = [(values_of(parameters[i]), layout.remainders[i], wide[i]) for i in layout.split]
             _apply_to_all(_split, *map(list, zip(*rows, strict=True)))
-            self.note_writes(parameters)
+            note_writes([parameters[i] for i in layout.split])
 
     def note_writes(self, parameters: Sequence[Tensor]) -> None:
         """Records that the last write to each split master also wrote its remainder."""

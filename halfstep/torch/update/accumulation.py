@@ -34,7 +34,7 @@ from halfstep.torch.numerics.dtypes import FLOATS, dtype_of
 from halfstep.torch.numerics.shards import is_shard
 from halfstep.torch.numerics.split.operand import is_split
 from halfstep.torch.numerics.split.parameter import drop_grads, take_grad
-from halfstep.torch.optim.adamw import Grads, is_sparse
+from halfstep.torch.optim.adamw import Grads
 from halfstep.torch.optim.masters import PREPARE_AGAIN
 from halfstep.torch.parallel.ranks import average, mean, num_ranks
 from halfstep.torch.update.buffers import Contents
@@ -69,7 +69,6 @@ class Accumulation:
 
     def clear(self) -> None:
         """Drops everything, autograd's own gradients of the model included."""
-        self._look_for_new()
         for p in self.contents.parameters:
             p.grad = None
         self.sums: dict[int, Tensor] = {}  # by the id of the parameter: hashing a tensor is a Python call
@@ -228,7 +227,7 @@ class Accumulation:
         for p in parameters:  # of a split master, asking for `p.grad` is a Python call
             if (grad := sum_of(id(p))) is not None or (grad := p.grad) is not None:
                 grads[id(p)] = grad
-        if any(map(is_sparse, grads.values())):
+        if not grads.plain:
             grads = Grads({key: g.coalesce() if g.is_sparse else g for key, g in grads.items()})
         if not grads:
             self._check_still_there(parameters)

@@ -6,7 +6,7 @@ norms, whose kernels write to running statistics without counting.
 
 from collections.abc import Sequence
 from itertools import chain
-from operator import is_, methodcaller
+from operator import is_
 from typing import Any
 
 import torch
@@ -127,7 +127,7 @@ def _by_format(written: Sequence[Written]) -> list[tuple[list[Tensor], list[Tens
 
 
 def _list_values(dicts: Sequence[dict[str, Any]]) -> list[Any]:
-    return list(chain.from_iterable(map(methodcaller("values"), dicts)))
+    return list(chain.from_iterable(map(dict.values, filter(None, dicts))))  # most are empty
 
 
 def _same_objects(known: list[Any], now: list[Any]) -> bool:

@@ -13,7 +13,7 @@ from halfstep.core.roles import Param
 from halfstep.torch.numerics.cast import split
 from halfstep.torch.numerics.split.parameter import make_split
 from halfstep.torch.optim import drivers
-from halfstep.torch.optim.adamw import AdamW
+from halfstep.torch.optim.adamw import AdamW, Grads
 from halfstep.torch.optim.drivers import FusedDriver, SyncDriver, check_optimizers, driver_of
 from halfstep.torch.optim.masters import Masters
 from halfstep.torch.run import prepare
@@ -63,9 +63,8 @@ def test_stock_optimizers_take_the_steps_of_fp32_on_split_masters_bit_for_bit(na
     for step in range(12):
         given = draw(6, 4, seed=step)
         skipped = step in (0, 4)
-        driver.step(
-            {id(p): given * float("nan") if skipped else given.clone()}, ONE, BAD if skipped else FINE, COUNT
-        )
+        grads = Grads({id(p): given * float("nan") if skipped else given.clone()})
+        driver.step(grads, ONE, BAD if skipped else FINE, COUNT)
         p.grad = None
         if not skipped:
             plain.grad = given.clone()
@@ -93,13 +92,13 @@ def test_a_capturable_step_is_undone_where_it_must_be_skipped(made):
     driver = driver_of(Capturable([p]), masters, {})
     assert isinstance(driver, drivers.RollbackDriver)
     for step in range(3):
-        driver.step({id(p): draw(6, 4, seed=step)}, ONE, FINE, COUNT)
+        driver.step(Grads({id(p): draw(6, 4, seed=step)}), ONE, FINE, COUNT)
     state = driver.optimizer.state[p]
     before = [masters.wide([p])[0].clone(), *(value.clone() for value in state.values())]
-    driver.step({id(p): torch.full((6, 4), float("nan"))}, ONE, BAD, COUNT)
+    driver.step(Grads({id(p): torch.full((6, 4), float("nan"))}), ONE, BAD, COUNT)
     after = [masters.wide([p])[0], *driver.optimizer.state[p].values()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    driver.step({id(p): draw(6, 4, seed=9)}, ONE, FINE, COUNT)
+    driver.step(Grads({id(p): draw(6, 4, seed=9)}), ONE, FINE, COUNT)
     assert not torch.equal(before[0], masters.wide([p])[0])
 
 
@@ -110,7 +109,7 @@ def test_moments_are_stored_in_their_format_and_widened_for_the_step(fused):
     driver = driver_of(torch.optim.AdamW([p], lr=0.1, fused=fused), masters, {"w": BF16})
     alone = torch.optim.AdamW([plain], lr=0.1, fused=fused)
     for step in range(3):
-        driver.step({id(p): draw(6, 4, seed=step)}, ONE, FINE, COUNT)
+        driver.step(Grads({id(p): draw(6, 4, seed=step)}), ONE, FINE, COUNT)
         plain.grad = draw(6, 4, seed=step)
         alone.step()
         for key in ("exp_avg", "exp_avg_sq"):
@@ -159,7 +158,7 @@ def test_optimizers_of_other_projects_step_the_masters(made):
     expected = masters.wide([p])[0].detach() - 0.5 * draw(6, 4, seed=5)
     driver = driver_of(Foreign([p]), masters, {})
     assert isinstance(driver, SyncDriver)
-    driver.step({id(p): draw(6, 4, seed=5)}, ONE, FINE, COUNT)
+    driver.step(Grads({id(p): draw(6, 4, seed=5)}), ONE, FINE, COUNT)
     assert torch.equal(masters.wide([p])[0], expected)
 
 
