@@ -190,7 +190,8 @@ class TrainingLog:
         tracked = self.track(optimizer)
         self.check_end(tracked)
         if not tracked.steps:
-            self.rank = rank_of_process()
+            in_group = dist.is_available() and dist.is_initialized()
+            self.rank = dist.get_rank() if in_group else int(os.environ.get("RANK", "0"))
             self.trainer = self.trainer or trainer_of(sys._getframe())
             if any(self.names.get(id(p), "").startswith(f"{tracked.name}.") for p in params_of(optimizer)):
                 self._named.discard(optimizer)  # FSDP2 has put its shards back into the model since backward
@@ -308,13 +309,6 @@ class TrainingLog:
         }
         rules = [f"how {name} computes its updates: it is not an optimizer of torch" for name in sorted(foreign)]
         return (inside if graphs_compiled() else []) + rules
-
-
-def rank_of_process() -> int:
-    """Returns the rank of this process in its job."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    return int(os.environ.get("RANK", "0"))
 
 
 def trainer_of(frame: FrameType | None) -> Any:
