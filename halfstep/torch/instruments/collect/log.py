@@ -243,7 +243,9 @@ class TrainingLog:
                 for buffer in buffers_of(model)
             ]
             record.losses = [finite_or_none(loss) for loss in self.losses]
-            record.syncs = self._syncs()
+            counts = {key: [*known, *[0] * (self.updates - len(known))] for key, known in self.syncs.items()}
+            medians = {key: median(each) for key, each in counts.items()}
+            record.syncs = [Sync(place, what, each) for (place, what), each in medians.items() if each]
             record.checkpoints = self._saves()
             if self.trainer is not None:
                 record.switches["nan_filter"] = bool(self.trainer.args.logging_nan_inf_filter)
@@ -283,11 +285,6 @@ class TrainingLog:
             return []
         scaler = any(each.scaler for each in self.saves) if self.scalers else None
         return [replace(last, scaler=scaler)]
-
-    def _syncs(self) -> list[Sync]:
-        updates = max(self.updates, 1)
-        counts = {key: [*known, *[0] * (updates - len(known))] for key, known in self.syncs.items()}
-        return [Sync(place, what, median(each)) for (place, what), each in counts.items() if median(each)]
 
     def _switches(self) -> dict[str, str | float | bool | None]:
         matmul = torch.backends.cuda.matmul
