@@ -23,8 +23,12 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep.config import decoder, weights
 from halfstep.config.model import ModelConfig, parameter_shapes
+<<<<<<< HEAD
 from halfstep.config.session import NOT_ASKED, SAYS_SO, Compilation
 from halfstep.config.weights import Weights, initial_weights
+=======
+from halfstep.config.weights import Weights
+>>>>>>> shrink
 from halfstep.torch import layers
 from halfstep.torch.kernels.activations import gelu, squared_relu
 from halfstep.torch.layers import Layer, Matmul, Norm, casts_like
@@ -156,10 +160,6 @@ class Decoder(decoder.Decoder, Layer):
         """Returns why compiled blocks compute their GELU apart from the matmuls; empty if they do not."""
         mlps = [part for part in self.modules() if isinstance(part, MLP)]
         return next(filter(None, (part.why_gelu_apart(self.cos_TK) for part in mlps)), "")
-
-    def initialize(self, seed: int) -> None:
-        """Sets every parameter to its initial value, the same on every backend."""
-        self.set_weights(initial_weights(self.config, seed))
 
     @torch.no_grad()
     def set_weights(self, weights: Weights) -> None:

@@ -152,14 +152,12 @@ def load_weights(run: RunParts, given: Mapping[str, Tensor]) -> None:
 def to_dict(run: RunParts) -> dict[str, Any]:
     """Returns a state with its policy and the optimizers' settings, in plain Python values and tensors."""
     numbers = {name: value for name, value in _entries(run) if not isinstance(value, Tensor)}
-    settings = [[_settings(group) for group in optimizer.param_groups] for optimizer in run.optimizers]
+    left_out = ("params", "param_names")
+    groups = [optimizer.param_groups for optimizer in run.optimizers]
+    settings = [[{k: v for k, v in group.items() if k not in left_out} for group in each] for each in groups]
     fixed = {"policy": str(run.policy), "optimizers": [label(o) for o in run.optimizers], "groups": settings}
     rows = {"rows": {name: list(shard_rows(p)) for name, p in shards.items()}} if (shards := _shards(run)) else {}
     return {**fixed, **rows, "numbers": numbers, "tensors": state_of(run)}
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def from_dict(run: RunParts, given: Mapping[str, Any]) -> None:

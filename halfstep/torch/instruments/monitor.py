@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -172,18 +172,12 @@ def _kind(module: nn.Module) -> str:
 
 
 def _describe(name: str, module: nn.Module) -> LayerInfo:
-    precision = _precision(module)
     weight = next((p for p in module.parameters() if p.dim() > 1), next(module.parameters(), None))
     held = FP32 if weight is None or is_split(weight) else _FORMATS.get(weight.dtype, FP32)
-    return LayerInfo.of(name, _kind(module), precision, held)
-
-
-def _precision(module: nn.Module) -> Precision:
+    first = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     casts = casts_of(module)
-    if casts is not None:
-        return cast(Precision, casts.precision)
-    held = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-    return Precision.in_format(_FORMATS.get(held, FP32))
+    precision = Precision.in_format(_FORMATS.get(first, FP32)) if casts is None else casts.precision
+    return LayerInfo.of(name, _kind(module), precision, held)
 
 
 NEVER = 2**62  # updates between two copies, if the caller makes them
@@ -283,7 +277,8 @@ class Monitor:
             # Gradients as the whole batch has them: its loss is divided by all of its tokens.
             (loss.float() / weight * whole * self._run.scale_state.scale).backward()
         for module, info in zip(self._watch.modules, self.layers, strict=True):
-            if (p := _matrix(module)) is not None:
+            own = sorted((p for p in module.parameters() if p.is_floating_point()), key=lambda p: p.dim() < 2)
+            for p in own[:1]:  # the first matrix, else the first parameter
                 seen.append((info, "weight", part_of(stored_values(p, p.numel()), spec_of_role(info, "weight"))))
         pairs = zip(seen, observations([part for *_, part in seen]), strict=True)
         return samples(self.layers, ((info.name, role, each) for (info, role, _), each in pairs))
@@ -304,9 +299,3 @@ def _observe(
         keep("activation", x)
     if y is not None and y.requires_grad:
         y.register_hook(partial(keep, "gradient"))
-
-
-def _matrix(module: nn.Module) -> Tensor | None:
-    """Returns the weight of a layer: its first matrix, else its first parameter."""
-    own = [p for p in module.parameters() if p.is_floating_point()]
-    return next((p for p in own if p.dim() > 1), own[0] if own else None)

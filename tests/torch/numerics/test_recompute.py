@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from halfstep.config.load import load
+from halfstep.config.weights import initial_weights
 from halfstep.core.devices import Device
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
@@ -26,7 +27,7 @@ RECIPES = {"gpt2": [], "qwen3": [*GROUPED, "model.head_width=8"], "golf": GROUPE
 def decoder(recipe, policy, memory, *extra):
     config = load(recipe, [*SMALL, *RECIPES[recipe], "model.zero_init=false", *extra])
     model = Decoder(config.model)
-    model.initialize(0)
+    model.set_weights(initial_weights(model.config, 0))
     apply(model, Policy.parse(policy), model.module_names(), memory=memory)
     return model
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from halfstep.torch.instruments.collect.operations import KINDS, Operations, Where, where_of
 from halfstep.torch.instruments.collect.patches import Patches, is_watched
@@ -68,7 +68,8 @@ def read(operations: Operations, module: fx.GraphModule) -> None:
     for node in _calls(module):
         autocast = autocast or "enter_autocast" in str(node.target)
         function = getattr(Tensor, str(node.target), None) if node.op == "call_method" else node.target
-        args, kwargs, result = tree_map(_stand_in, ([*node.args], {**node.kwargs}, node))
+        given = ([*node.args], {**node.kwargs}, node)
+        args, kwargs, result = tree_map_only(fx.Node, lambda each: each.meta.get("example_value"), given)
         where, place = _where(node), partial(_place, node)
         operations.see(function, (args, kwargs), result, where, place, autocast=autocast, values=False)
         wide = isinstance(result, Tensor) and result.dtype == torch.float32 and result.requires_grad
@@ -82,10 +83,6 @@ def _cast_in_backward(around: str | None) -> str | None:
     if around is None or getattr(config, "backward_pass_autocast", "") != "same_as_forward":
         return None
     return format_name(torch.get_autocast_dtype(around))
-
-
-def _stand_in(node: Any) -> Any:
-    return node.meta.get("example_value") if isinstance(node, fx.Node) else node
 
 
 def _calls(module: fx.GraphModule) -> Iterator[fx.Node]:

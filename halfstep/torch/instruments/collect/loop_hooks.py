@@ -216,10 +216,8 @@ class ScalerHooks:
     def __init__(self, log: TrainingLog, patches: Patches):
         self.log, self.patches = log, patches
         hooks = {"scale": self.scale, "unscale_": self.unscale, "step": self.step, "update": self.update}
-        self._hooks: dict[str, Around] = {
-            "__init__": self.init,
-            **{name: partial(self._call, hook) for name, hook in hooks.items()},
-        }
+        self._hooks: dict[str, Around] = {name: partial(self._call, hook) for name, hook in hooks.items()}
+        self._hooks["__init__"] = self.init
 
     def wrap(self, kind: type) -> None:
         """Wraps the methods that a class itself defines."""

@@ -173,14 +173,15 @@ def _play(kernels: Kernels, tracker: Tracker, *inputs: Any) -> Any:
     live: dict[fx.Node, int] = {node: key for node, key in keys.items() if key is not None}
     for place, buffer in enumerate(kernels.buffers):
         dying = [node for node in kernels.ends.get(place, ()) if node in live]
-        size, maker = nbytes_of(buffer), _maker(buffer)
+        size, is_one = nbytes_of(buffer), buffer.target is operator.getitem  # of several results
+        maker = buffer.all_input_nodes[0] if is_one else buffer
         if not is_called(maker):
             same = [node for node in dying if ledger.allocations[live[node]].nbytes == round_up(size)]
             same = [] if round_up(size) in kernels.cuts[maker] else same
             for node in same[:1]:
                 tracker.drop(live.pop(node))
         live[buffer] = ledger.allocate(size, trace.phase, _shape(buffer))
-        if buffer is maker or buffer.args[1] == 0:  # the first of its results
+        if not is_one or buffer.args[1] == 0:
             ledger.use_briefly(memory_inside(_name(maker), _values(maker.args)), trace.phase)
         for node in [*dying, *([buffer] if buffer in kernels.unread else [])]:
             if node in live:
@@ -271,11 +272,6 @@ def _works(kernels: Kernels, buffer: fx.Node, phase: str) -> list[Work]:
 def _values(args: Any) -> Any:
     """Returns arguments with the tensors that their nodes stand for."""
     return fx.map_arg(args, lambda node: node.meta["val"])
-
-
-def _maker(buffer: fx.Node) -> fx.Node:
-    """Returns the kernel that makes a buffer, which may be one of several results."""
-    return buffer.all_input_nodes[0] if buffer.target is operator.getitem else buffer
 
 
 def _name(node: fx.Node) -> str:

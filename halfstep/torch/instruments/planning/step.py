@@ -5,7 +5,7 @@ micro-batches stand for any larger number. The workspace that cuBLAS allocates i
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -210,36 +210,22 @@ def _trace(make: Callable[[], Made], hardware: Device, *, compiled: bool, micro_
     work = (*trace.work, Work("bytes", "", (), 0, ADAMW_BYTES * stepped, "update"))
     # Ranks gather a matrix in so many bytes per element; fp8 operands are cast where they are used.
     wire = 2 if run.policy.compute.format.bits <= 16 and not run.policy.emulate else 4
-    parameters = tuple(_parameters(run, wire))
+    trained = [(name, p) for name, p in run.model.named_parameters() if p.requires_grad]
+    parameters = tuple(Parameter(name, tuple(p.shape), wire if p.ndim > 1 else 4) for name, p in trained)
     rows = next(t.shape[0] for t in pytree.tree_leaves(batches) if isinstance(t, Tensor))
-    return Traced(trace.ledger, roles, parameters, work, micro_batches, rows, _vocabulary(model))
-
-
-def _parameters(run: Engine, narrow: int) -> Sequence[Parameter]:
-    named = run.model.named_parameters()
-    return [Parameter(name, tuple(p.shape), narrow if p.ndim > 1 else 4) for name, p in named if p.requires_grad]
+    vocabulary = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=0)
+    return Traced(trace.ledger, roles, parameters, work, micro_batches, rows, vocabulary)
 
 
 def _roles(run: Engine, tracker: Tracker) -> dict[int, str]:
     """Returns the role of each allocation that outlives an update."""
-    found: dict[int | None, str] = {}
-    for buffer in run.model.buffers():
-        found[tracker.key_of(buffer)] = "buffers"
-    for optimizer in run.optimizers:
-        for state in optimizer.state.values():
-            for value in pytree.tree_leaves(dict(state)):
-                if isinstance(value, Tensor):
-                    found[tracker.key_of(value)] = "moments"
-    if run.averages is not None:
-        for average in run.averages.named().values():
-            found[tracker.key_of(average)] = "masters"
-    for half in run.masters.halves:
-        found[tracker.key_of(run.masters.remainder(half))] = "masters"
-    for parameter in run.model.parameters():
-        found[tracker.key_of(parameter)] = "weights"
+    states = [dict(state) for optimizer in run.optimizers for state in optimizer.state.values()]
+    averages = [] if run.averages is None else run.averages.named().values()
+    tensors: dict[str, Iterable[Any]] = {
+        "buffers": run.model.buffers(),
+        "moments": (value for value in pytree.tree_leaves(states) if isinstance(value, Tensor)),
+        "masters": [*averages, *map(run.masters.remainder, run.masters.halves)],
+        "weights": run.model.parameters(),
+    }
+    found = {tracker.key_of(each): role for role, those in tensors.items() for each in those}
     return {key: role for key, role in found.items() if key is not None}
-
-
-def _vocabulary(model: nn.Module) -> int:
-    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    return max((m.num_embeddings for m in embeddings), default=0)
