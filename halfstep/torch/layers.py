@@ -58,7 +58,6 @@ from halfstep.torch.numerics.lowering import (
     to_compute,
     with_weight_grad_format,
 )
-<<<<<<< HEAD
 from halfstep.torch.numerics.matmul import (
     DIRECT,
     EmbeddingLookup,
@@ -68,9 +67,6 @@ from halfstep.torch.numerics.matmul import (
     is_for_torch,
     linear_in_steps,
 )
-=======
-from halfstep.torch.numerics.matmul import DIRECT, EmbeddingLookup, apply_linear, eager_linear, linear_in_steps
->>>>>>> shrink
 from halfstep.torch.numerics.norms import normalize
 from halfstep.torch.numerics.provenance import transforming
 from halfstep.torch.numerics.recompute import NODE, RecomputeInBackward, drop_recomputable, recompute_in_backward

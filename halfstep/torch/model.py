@@ -23,12 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep.config import decoder, weights
 from halfstep.config.model import ModelConfig, parameter_shapes
-<<<<<<< HEAD
 from halfstep.config.session import NOT_ASKED, SAYS_SO, Compilation
-from halfstep.config.weights import Weights, initial_weights
-=======
 from halfstep.config.weights import Weights
->>>>>>> shrink
 from halfstep.torch import layers
 from halfstep.torch.kernels.activations import gelu, squared_relu
 from halfstep.torch.layers import Layer, Matmul, Norm, casts_like
