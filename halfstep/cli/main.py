@@ -6,8 +6,9 @@ import sys
 import time
 from contextlib import suppress
 
+from halfstep import cli
+
 INTERRUPTED = 130  # as in shells: 128 plus the number of the signal
-begun = time.perf_counter()  # when the command that runs was started
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -31,8 +32,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    global begun
-    begun = time.perf_counter()
+    cli.begun = time.perf_counter()
     try:
         from halfstep.cli import app
 
