@@ -7,7 +7,7 @@
     fp8-1.3b                    24 layers of width 2048, 16 x 1024 tokens, with torchao's float8
     speedrun golf               against the forms of their sources
     eager-2 eager-32            not compiled, 2 x 1024 and 32 x 1024 tokens; `eager-2` also as a CUDA graph
-    first-step                  at 1.3B, each arm with an empty cache
+    first-step                  at 1.3B, each arm with an empty cache; `first-step-train` of `halfstep train`
     fp8-loss fp8-1.3b-loss      held-out losses over three seeds, after 1000 and 300 steps
     golf-loss                   the same of golf and its source, after 60 updates
 
@@ -311,6 +311,16 @@ ROWS = {
             Goal("fp8-block", "autocast", "first step", 1.0, 0.6),
         ),
         estimate=500,
+    ),
+    "first-step-train": Row(
+        "first step of `halfstep train`, 1.3B, cold cache",
+        first_steps,
+        {"size": "1.3B", "steps": 8, "device": "cuda"},
+        (
+            Goal("train-bf16", "autocast", "first step", 0.6, 0.4),
+            Goal("train-fp8", "autocast", "first step", 1.0, 0.6),
+        ),
+        estimate=200,
     ),
     "fp8-loss": Row(
         "fp8-mixed, 124M, 1000 steps",

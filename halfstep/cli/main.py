@@ -7,8 +7,9 @@ import sys
 import time
 from contextlib import nullcontext, suppress
 
+from halfstep import cli
+
 INTERRUPTED = 130  # as in shells: 128 plus the number of the signal
-begun = time.perf_counter()  # when the command that runs was started
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -34,8 +35,7 @@ def run(arguments: list[str]) -> int:
 
 def _run(arguments: list[str], *, alone: bool = False) -> int:
     """Returns the exit code; `alone` is a process that does nothing else, and so gives signs of life."""
-    global begun
-    begun = time.perf_counter()
+    cli.begun = time.perf_counter()
     try:
         from halfstep.cli.output import signs_of_life
 

@@ -10,6 +10,7 @@ from itertools import count, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from halfstep import cli
 from halfstep.cli.arguments import Device, Flag, Overrides
 from halfstep.cli.output import print_words, rest
 from halfstep.config.load import DEFAULT_RECIPE, load, other_meaning, read_policy, setting_meant
@@ -237,7 +238,6 @@ def _prepare(
     job: "Job", asked: Request, config: RunConfig, where: Path, opened: "Opened | None", say: Callable[..., None]
 ) -> "Loop":
     """Reads the data, chooses the precision and builds the loop; says what it is doing before it takes seconds."""
-    from halfstep.cli import main
     from halfstep.core.choice.layers import BUDGET
     from halfstep.tools import probe
     from halfstep.training.data.load import load_corpus
@@ -259,9 +259,9 @@ def _prepare(
     prepare_determinism(config, where)  # before anything is measured
     if config.backend not in sys.modules:
         say(f"loading {config.backend}")
-    start_compiler(config, device)
     ran = None if opened is None else opened.policy
     policy, choice = _resolve(job, config, device, ran, say)
+    start_compiler(config, policy, device, alone=job.ranks == 1)
     reason = choice.reason if choice else read_as(config.policy)
     say(f"precision {policy}" + (f": {reason}" if reason else ""))
     schedule = PolicySchedule.of(policy, config.schedule, config.training.steps)
@@ -287,7 +287,7 @@ def _prepare(
         corpus=corpus,
         ceiling=ceiling,
         job=job,
-        begun=main.begun,
+        begun=cli.begun,
     )
 
 

@@ -52,7 +52,7 @@ def test_rows_of_one_setting_share_a_run():
         ["golf"],
         ["fp8-1.3b"],
     ]
-    assert [len(group) for group in goals.group_rows(list(goals.ROWS), REAL)] == [3, *[1] * 9]
+    assert [len(group) for group in goals.group_rows(list(goals.ROWS), REAL)] == [3, 1, 1, 1, 1, 1, 2, 1, 1, 1]
 
 
 def test_rows_that_share_a_run_keep_their_own_arms(monkeypatch, capsys):
