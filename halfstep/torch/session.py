@@ -34,6 +34,7 @@ from halfstep.torch.optim.optimizers import build_optimizers
 from halfstep.torch.parallel.ranks import exclude_from_ddp, from_all_ranks, in_group, num_ranks, share
 from halfstep.torch.run import Run
 from halfstep.torch.state import Copies, load_state, load_weights, restored, rows_here, state_of, stored, written
+from halfstep.torch.timers import start_timers
 from halfstep.torch.update.graph import check_graph, why_not_with
 from halfstep.torch.update.readback import Readback
 from halfstep.torch.update.step import StepResult
@@ -53,9 +54,12 @@ def local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks()))
 
 
-def start_compiler(device: str | None) -> None:
-    """Starts the processes that compile kernels for a GPU: until they run, this process compiles one by one."""
-    if as_device(device or devices()[0]).type in ("cuda", "xpu"):
+def start_compiler(device: str | None, *, measured: bool) -> None:
+    """Starts the processes that compile for a GPU, and those that time layers if the policy is `measured`."""
+    kind = as_device(device or devices()[0]).type
+    if measured and kind == "cuda":
+        start_timers()
+    if kind in ("cuda", "xpu"):  # until they run, this process compiles kernels one by one
         from torch._inductor.async_compile import maybe_warm_pool  # imports dynamo, which takes seconds
 
         maybe_warm_pool()

@@ -75,9 +75,13 @@ def test_json_output_and_a_resumed_run_keeps_its_ceiling(small, out, monkeypatch
 
 def test_the_compiler_starts_before_the_model_is_built(quick, monkeypatch):
     begun = []
-    monkeypatch.setattr("halfstep.training.session.start_compiler", lambda config, device: begun.append(device))
+    monkeypatch.setattr(
+        "halfstep.training.session.start_compiler",
+        lambda config, policy, device, **_: begun.append((policy, device)),
+    )
     monkeypatch.setattr("halfstep.training.run.opening.open_session", raising(HalfstepError("enough")))
-    assert (run(["train", *quick]), begun) == (2, ["cpu"])
+    assert run(["train", *quick]) == 2
+    assert begun == [(Policy(), "cpu")]
 
 
 def test_the_reason_of_auto_reaches_messages_events_and_page_unchanged(small, tmp_path, capsys, monkeypatch):

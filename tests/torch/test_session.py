@@ -83,10 +83,16 @@ def test_blocks_that_are_alike_are_compiled_one_by_one(policy, settings, how, wh
 def test_kernels_for_a_gpu_are_compiled_by_processes_that_start_early(
     backend, compiles, device, started, monkeypatch
 ):
-    calls = []
-    monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", lambda: calls.append(None))
-    start_compiler(load("tiny", [f"backend={backend}", f"training.compile={compiles}"]), device)
-    assert len(calls) == started
+    pools, timers = [], []
+    monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", lambda: pools.append(None))
+    monkeypatch.setattr("halfstep.torch.session.start_timers", lambda: timers.append(None))
+    config = load("tiny", [f"backend={backend}", f"training.compile={compiles}"])
+    start_compiler(config, Policy.parse("bf16-mixed"), device)
+    assert (len(pools), len(timers)) == (started, 0)
+    start_compiler(config, Policy.parse("fp8-mixed"), device, alone=False)
+    assert (len(pools), len(timers)) == (2 * started, 0)
+    start_compiler(config, Policy.parse("fp8-mixed"), device)
+    assert (len(pools), len(timers)) == (3 * started, started)
 
 
 def test_small_blocks_are_compiled_in_one_graph():
