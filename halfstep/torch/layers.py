@@ -63,7 +63,6 @@ from halfstep.torch.numerics.matmul import (
     EmbeddingLookup,
     apply_linear,
     eager_linear,
-    fp32_linear,
     is_for_torch,
     linear_in_steps,
 )
@@ -147,7 +146,7 @@ def linear(
             x = x if x.dtype is compute else x.to(compute)
             recomputed = RecomputeInBackward.used and type(x.grad_fn) is NODE
             if casts.plain and not recomputed and is_for_torch(x, weight, bias, transposed):
-                return fp32_linear(x, weight.t() if transposed else weight, bias)
+                return F.linear(x, weight.t() if transposed else weight, bias)  # no Python in either pass
             if type(weight) is not Tensor and weight.dtype is torch.bfloat16:
                 values, owner = operand_of(weight, casts.whole)
             else:

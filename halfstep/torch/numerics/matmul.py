@@ -201,18 +201,11 @@ Linear._backward_cls.apply = Linear.backward  # type: ignore[attr-defined]
 
 
 def is_for_torch(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> bool:
-    """Whether `fp32_linear` can multiply an fp32 x by a weight."""
+    """Whether torch's own layer does what `Linear` does with an fp32 x."""
     fp32 = weight.dtype is torch.float32 and (bias is None or bias.dtype is torch.float32)
     if not fp32 or not x.is_contiguous():
         return False
     return not (x.is_cuda and bias is None and tensor_core_padding(weight.shape[1 if transposed else 0], x))
-
-
-def fp32_linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns what `Linear` does of fp32 numbers, by torch's own rules, which call no Python in either pass."""
-    if bias is None or x.is_cuda:
-        return F.linear(x, w, bias)
-    return (torch.mm(x.view(-1, x.shape[-1]), w.t()) + bias).view(*x.shape[:-1], w.shape[0])
 
 
 def save_operands(ctx: Any, tensors: Sequence[Tensor], owners: Sequence[Tensor | None]) -> None:
