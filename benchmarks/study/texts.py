@@ -1,9 +1,9 @@
 """Text that is on every machine: what is installed beside torch, held out by whole units.
 
-A unit is a package, or a folder of headers. It is held out if the hash of its name falls below a share of 0.1. A
-file would leak otherwise: packages carry copies of each other. So folders of copies are left out, and so is every
-held-out file whose content the text to train on has too. Files are in the order of a hash of their content: any
-part of the text is of all units.
+A unit is a package, or a folder of headers. Units are held out in the order of a hash of their names, up to a
+tenth of the text: one that is larger than what is left of that is trained on. A file held out alone would leak:
+packages carry copies of each other. So folders of copies are left out, and so is every held-out file whose content
+the text to train on has too. Files are in the order of a hash of their content: any part is of all units.
 """
 
 from collections.abc import Callable
@@ -35,20 +35,28 @@ def load_text(files: str, unit: str, vocabulary: int, root: Path | None = None) 
     root = root or installed()
     paths = sorted(path for path in root.glob(files) if not COPIES & {*path.relative_to(root).parts})
     documents, _ = glob_documents(paths, str(root / files))
-    sides: dict[bool, list[Document]] = {True: [], False: []}
+    units: dict[str, list[Document]] = {}
     for document in documents:
-        name = UNITS[unit](Path(document.path).relative_to(root))
-        sides[hash_share(name.encode()) < SHARE].append(document)
-    trained = {document.content for document in sides[False]}
-    held_out = [document for document in sides[True] if document.content not in trained]
+        units.setdefault(UNITS[unit](Path(document.path).relative_to(root)), []).append(document)
+    to_train, held_out, left = list[Document](), list[Document](), SHARE * sum(map(_size, units.values()))
+    for name in sorted(units, key=lambda name: hash_share(name.encode())):
+        fits = _size(units[name]) <= left
+        left -= _size(units[name]) if fits else 0
+        (held_out if fits else to_train).extend(units[name])
+    trained = {document.content for document in to_train}
+    held_out = [document for document in held_out if document.content not in trained]
     if not held_out or not trained:
         raise HalfstepError(
             f"the {len(documents)} files `{files}` in `{root}` are of too few units to hold some out",
             hint="install more packages beside torch",
         )
-    train, validation = (sorted(side, key=_order) for side in (sides[False], held_out))
+    train, validation = (sorted(side, key=_order) for side in (to_train, held_out))
     description = f"{len(documents):,} files `{files}` of installed packages, held out by {unit}"
     return from_sides(train, validation, description, vocabulary)
+
+
+def _size(documents: list[Document]) -> int:
+    return sum(len(document.content) for document in documents)
 
 
 def _order(document: Document) -> bytes:

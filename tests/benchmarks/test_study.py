@@ -1,18 +1,24 @@
 """The study runs what was registered, in order and within its time, and compare judges it."""
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from typing import ClassVar
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from benchmarks.race.seeds import LIBRARIES
+from benchmarks.study import page
 from benchmarks.study import run as study_run
 from benchmarks.study.plan import read_plan
-from benchmarks.study.results import log_of, pairs_done, results
+from benchmarks.study.results import last_line, log_of, pairs_done, results
 from benchmarks.study.run import Study
 from benchmarks.study.texts import load_text
+from halfstep.cli.main import run as halfstep
+from halfstep.core.compare.gaps import verdict
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 
@@ -62,7 +68,8 @@ class FakeArm:
         self.ran.append((self.name, seed))
         loss = LOSSES.get(self.name, 2.0) + seed / 100 + (seed % 3) / 10_000 * (self.name != "fp32")
         yield from ({"step": step, "loss": 9 - step / 10} for step in range(1, 31))
-        yield {"step": 30, "before": 3.0, "held_out": loss, "held_out_last": loss, "seconds": 10.0, "lost": 0.9}
+        facts = {"lost": 0.9} if self.name == "no-masters" else {}
+        yield {"step": 30, "before": 3.0, "held_out": loss, "held_out_last": loss, "seconds": 10.0, **facts}
 
 
 @pytest.fixture
@@ -174,6 +181,10 @@ def test_whole_packages_are_held_out_and_copies_left_out(tmp_path):
     assert b"the same in all of them" in train
     assert b"the same in all of them" not in held_out
     assert b"vendored" not in train + held_out
+    (tmp_path / "package3" / "large.py").write_text("large = 3\n" * 10_000)
+    larger = load_text("**/*.py", "package", 256, root=tmp_path)
+    assert b"large" in bytes(larger.train)  # most of the text is never held out
+    assert 0 < len(larger.validation) <= 0.1 * (len(larger.train) + len(larger.validation))
     for path in tmp_path.glob("package[1-9]*/**/*.py"):
         path.unlink()
     with pytest.raises(HalfstepError, match="too few units"):
@@ -192,3 +203,61 @@ def test_one_row_runs_from_the_command_line_with_nothing_else(tmp_path, monkeypa
     monkeypatch.setattr("sys.argv", ["run.py", "--list"])
     assert study_run.main() == 0
     assert len(capsys.readouterr().out.splitlines()) == len(PLAN.rows)
+
+
+def test_the_page_shows_every_row_its_verdict_and_what_has_not_run(study):
+    each = study()
+    study_run.run(each.plan, each.plan.choose(["A1", "P", "N", "C1"]), each)
+    found = results(each.plan, each.out)
+    text = page.tables(each.plan, found)
+    assert "| A1 | bf16-mixed, whole masters, against fp32 | +0.00109" in text
+    assert "**SAME**" in text
+    assert "; 90.0% of updates lost |" in text
+    assert "20 of 20 comparisons of an arm with itself, of 4 pairs each" in text
+    assert "0 DIFFERENT" in text
+    not_run = text.partition("## NOT RUN")[2]  # nothing is left of A2: other rows have its arms
+    names = [row.name for row in PLAN.rows]
+    assert all(f"\n| {name} |" in text or name.startswith("N") for name in names)
+    assert [name for name in names if f"\n| {name} |" in not_run] == [
+        name for name in names if name not in ("A1", "A2", "C1") and name[0] not in "PN"
+    ]
+    compared = re.search(r"`(halfstep compare [^`]*fewer-8[^`]*)`", text)[1]
+    assert compared.endswith("bf16-split --delta 0.5% --column held_out")
+    for drawing in page.figures(found).values():
+        ElementTree.fromstring(drawing)
+    assert sorted(page.figures(found)) == ["study_power.svg", "study_rows.svg"]
+
+
+def test_the_command_of_a_row_says_what_the_page_says(study, capsys):
+    each = study()
+    study_run.run(each.plan, each.plan.choose(["P8", "C1"]), each)
+    for found in results(each.plan, each.out):
+        if found.pairs:
+            words = page.verdict_command(found).replace("docs/measurements/study", str(each.out)).split()[1:]
+            capsys.readouterr()
+            assert halfstep(words) == 1
+            assert capsys.readouterr().out.splitlines()[0].endswith(": DIFFERENT")
+
+
+def test_power_is_the_share_of_verdicts():
+    chance = np.random.default_rng(5)
+    kinds = Counter(verdict(list(chance.normal(0.015, 0.004, 4)), delta=0.01).kind for _ in range(300))
+    different, same = page.powers(0.015, 0.004, 4, 0.01)
+    assert kinds["different"] / 300 == pytest.approx(different, abs=0.09)
+    assert kinds["same"] / 300 == pytest.approx(same, abs=0.03)
+    assert page.powers(0.0, 0.004, 23, 0.01)[1] > 0.99
+
+
+def test_the_figures_are_current():
+    drawn = page.figures(results(PLAN, page.LOGS))
+    there = {path.name for path in page.IMAGES.glob("study_*.svg")}
+    assert there == {*drawn}, "run `python benchmarks/study/page.py`"
+    assert all((page.IMAGES / name).read_text(encoding="utf-8") == drawing for name, drawing in drawn.items())
+
+
+def test_a_plan_with_results_was_registered_before_them():
+    """Logs say what was trained: the settings in the plan are those of the logs."""
+    for path in page.LOGS.glob("*/*/seed-*.jsonl"):
+        if path.parts[-3] == "base":
+            continue
+        assert last_line(path)["step"] == PLAN.setting(*path.parts[-3:-1]).steps
