@@ -403,9 +403,9 @@ def chunks_for(tokens: int, columns: int, asked: int) -> int:
     return max(asked, min(tokens // TOKENS_OF_CHUNK, 2 * tokens * columns // LARGE_CHUNK))
 
 
-def split_chunks(rows: Tensor, chunks: int) -> Sequence[Tensor]:
-    """Returns the chunks of tokens, of one size, the last of which may be smaller."""
-    return rows.split(max(1, -(-rows.shape[0] // chunks)))
+def split_chunks(rows: Tensor, chunks: int, multiple: int = 1) -> Sequence[Tensor]:
+    """Returns the chunks of tokens, of one size, a multiple of what matmuls sum over; the last may be smaller."""
+    return rows.split(max(1, -(-rows.shape[0] // (chunks * multiple))) * multiple)
 
 
 # --- entry points

@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import Any, Self, TextIO
 
 from halfstep.core.errors import as_message
+from halfstep.core.host import format_bytes
 
 Clock = Callable[[], float]
 
@@ -244,10 +245,3 @@ class _Lossy:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-def format_bytes(number: float) -> str:
-    """Returns a number of bytes in the unit that suits it: `1.2 GiB`."""
-    units = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
-    power = min(int(math.log2(number) // 10), len(units) - 1) if number >= 1 else 0
-    return f"{number:.0f} bytes" if power == 0 else f"{number / 1024**power:.1f} {units[power]}"

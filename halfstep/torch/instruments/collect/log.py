@@ -270,7 +270,6 @@ class TrainingLog:
             yield Weight(
                 name,
                 format_name(p.dtype),
-                list(p.shape),
                 kind="matrix" if p.ndim >= 2 else "other",
                 optimizer=its.name.split(" ")[0],
                 grad_format=its.grad_formats.get(id(p)),
@@ -293,8 +292,6 @@ class TrainingLog:
             "fp16_reduced_sums": bool(matmul.allow_fp16_reduced_precision_reduction),
             "bf16_reduced_sums": bool(matmul.allow_bf16_reduced_precision_reduction),
             "fp16_sums": bool(getattr(matmul, "allow_fp16_accumulation", False)),
-            "float32_matmul_precision": torch.get_float32_matmul_precision(),
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
 
     def _unseen(self) -> list[str]:

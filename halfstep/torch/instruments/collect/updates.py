@@ -101,8 +101,6 @@ class UpdateWatch:
             )
         (found_inf, scale), arrays = _to_host(scalars, parts)
         if found_inf:
-            for each in pending:
-                self._watched[each.parameter].counts.skipped += 1
             return
         name = formula_of(optimizer)
         alike: dict[tuple[int, str, float], list[int]] = {}
@@ -185,7 +183,7 @@ def _counts(
         for prefix in ("state.", "earlier.")
     )
     if name != "SGD" and "exp_avg" not in state:  # the step did nothing, for a reason of its own
-        return [UpdateCounts(skipped=1) for _ in parts]
+        return [UpdateCounts() for _ in parts]
     state = {key: value[0] if key == "step" else value for key, value in state.items()}
     intended = FORMULAS[name](Seen(before, gradient, state, earlier, settings))
     return count_each(before, after, intended, fmt, gradient, sizes)

@@ -36,7 +36,6 @@ def weights_of(
             found[id(p)] = Weight(
                 name=whole,
                 format=format_name(p.dtype),
-                shape=list(p.shape),
                 trainable=p.requires_grad,
                 kind=weight_kind(whole, p.shape, type(module).__name__),
                 optimizer=type(optimizer).__name__ if optimizer else None,
