@@ -49,7 +49,9 @@ def test_steps_that_take_long_are_no_silence_until_one_takes_twice_as_long():
     now = [100.0]
     with StepProgress(10, stream=io.StringIO(), clock=lambda: now[0]) as bar:
         pulse = Pulse()
+        now[0] += 60.0
         bar.update(1)
+        assert pulse.words(SILENCE[0] + 2.5), "the first step compiles; how long it takes says nothing of the next"
         now[0] += 30.0
         bar.update(2)
         begun = SILENCE[0]

@@ -44,7 +44,7 @@ class Progress:
         self._stream = drop_refusals(sys.stderr if stream is None else stream)
         self._first: tuple[float, int] | None = None  # the first update: when, and how much was done
         self._last_line = -math.inf  # when it was printed
-        self._updated = clock()
+        self._updated = math.inf  # compiling counts for no update
         self._last_tenth = 0.0
         # A dumb terminal (such as one inside an editor) cannot redraw a line.
         self.is_live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
