@@ -277,6 +277,8 @@ def _named(name: str, columns: Mapping[str, Column], column: str | None) -> Curv
     recorded = [each for each, found in columns.items() if found.numbers]
     held_out = column or _find(recorded, HELD_OUT_NAMES)
     loss = _find(recorded, LOSS_NAMES) or held_out
+    if loss is None and (unread := _find(columns, [*HELD_OUT_NAMES, *LOSS_NAMES])):
+        loss = unread  # it holds no number, which is refused below
     if loss is None and len(recorded) == 1:
         (loss,) = recorded
     if loss is None:
