@@ -29,7 +29,7 @@ from halfstep.tools.plan.machine import measure_machine
 from halfstep.tools.plan.plan import Plan, plan_factory, plan_recipe
 from halfstep.torch import AdamW, prepare
 from halfstep.torch.instruments.planning.step import force_measured
-from halfstep.torch.instruments.planning.tracker import Trace, Tracker
+from halfstep.torch.instruments.planning.tracker import Tracker
 from halfstep.torch.numerics.dtypes import describe
 from halfstep.training.session import open_session
 
@@ -77,8 +77,7 @@ def observed(make: Callable[[], Callable[[], Any]], device: str) -> tuple[float,
     gc.collect()
     torch.compiler.reset()
     if device == "cpu":
-        trace = Trace()
-        with Tracker(trace, "cpu"):
+        with Tracker("cpu") as trace:
             step = make()
             for _ in range(2):
                 step()
