@@ -167,9 +167,7 @@ class Work:
     flops: int
     nbytes: int  # that it reads and writes; of a compiled cast to fp8, those that a copy moves in its time
     phase: str
-    call: tuple[Any, Any, Any] | None = (
-        None  # function and arguments, tensors as `Like`
-    )
+    call: tuple[Any, Any, Any] | None = None  # function and arguments, tensors as `Like`
 
 
 class Tracker(TorchDispatchMode):
