@@ -63,7 +63,8 @@ def written(run: RunParts) -> tuple[dict[str, Tensor], dict[str, ShardRows]]:
 
 def rows_here(run: RunParts, name: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
     """Returns which rows of a tensor in a state this rank has, given its whole shape; None if all of it."""
-    shard = _shards(run).get(_parameter(name))
+    kind, _, rest = name.partition(".")
+    shard = _shards(run).get(rest.partition(".")[2].rpartition(".")[0] if kind == "optimizer" else rest)
     return None if shard is None or tuple(shard.shape) != shape else shard_rows(shard)[:2]
 
 
@@ -261,12 +262,6 @@ def _parameters(run: RunParts) -> dict[str, Tensor]:
 
 def _shards(run: RunParts) -> dict[str, Tensor]:
     return {} if run.sharded is None else {name: p for p, name in run.masters.names.items()}
-
-
-def _parameter(name: str) -> str:
-    """Returns the parameter that a name in a state is about."""
-    kind, _, rest = name.partition(".")
-    return rest.partition(".")[2].rpartition(".")[0] if kind == "optimizer" else rest
 
 
 def _as_held(run: RunParts, given: Mapping[str, Tensor]) -> dict[str, Tensor]:

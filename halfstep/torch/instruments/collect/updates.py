@@ -78,7 +78,10 @@ class UpdateWatch:
                     earlier = {key: value.clone() for key, value in moments.items()}
                     pending.append(_Pending(p, group, values, gradient.clone(), earlier))
         self._pending[id(optimizer)] = pending
-        self._note_wide(wide)
+        largest = torch._foreach_norm([gradient for _, gradient in wide], float("inf")) if wide else []
+        for (watched, _), norm in zip(wide, largest, strict=True):
+            watched.gradient = norm if watched.gradient is None else torch.fmax(watched.gradient, norm)
+            watched.counts.steps += 1
 
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -123,14 +126,6 @@ class UpdateWatch:
         moved = bool((self._part(stored_values(parameter)) != watched.first).any())
         gradient = 0 if watched.gradient is None else int(bool(watched.gradient != 0))
         return watched.counts.merge(UpdateCounts(gradient=gradient, moved=moved))
-
-    def _note_wide(self, wide: list[tuple[_Watched, Tensor]]) -> None:
-        if not wide:
-            return
-        largest = torch._foreach_norm([gradient for _, gradient in wide], float("inf"))
-        for (watched, _), norm in zip(wide, largest, strict=True):
-            watched.gradient = norm if watched.gradient is None else torch.fmax(watched.gradient, norm)
-            watched.counts.steps += 1
 
     def _part(self, tensor: Tensor, *, copy: bool = False) -> Tensor:
         flat = local(tensor).detach().reshape(-1)

@@ -25,7 +25,7 @@ from halfstep.core.rules import Rule
 from halfstep.torch.convert.apply import apply
 from halfstep.torch.instruments.planning.compiled import backend
 from halfstep.torch.instruments.planning.stand_in import stand_in
-from halfstep.torch.instruments.planning.tracker import MIB, Allocation, Ledger, Trace, Tracker, Work, round_up
+from halfstep.torch.instruments.planning.tracker import MIB, Allocation, Ledger, Tracker, Work, round_up
 from halfstep.torch.model import Decoder
 from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.optim.optimizers import build_optimizers
@@ -177,13 +177,12 @@ def _check_factory(made: Any) -> tuple[Any, ...]:
 
 
 def _trace(make: Callable[[], Made], hardware: Device, *, compiled: bool, micro_batches: int) -> Traced:
-    trace = Trace()
-    tracker = Tracker(trace, "meta")
+    tracker = Tracker("meta")
     with warnings.catch_warnings(), stand_in(hardware, tracker.launch, compiled=compiled), tracker:
         warnings.simplefilter("ignore")
         if hardware.kind == "nvidia":
             assert hardware.capability is not None
-            trace.ledger.allocate(WORKSPACE[hardware.capability[0] >= HOPPER], "setup", (-1,))
+            tracker.ledger.allocate(WORKSPACE[hardware.capability[0] >= HOPPER], "setup", (-1,))
         with torch.device("meta"):
             run, loss_fn, batches, model, how = make()
         called = loss_fn
@@ -193,28 +192,28 @@ def _trace(make: Callable[[], Made], hardware: Device, *, compiled: bool, micro_
             called = torch.compile(loss_fn, backend=backend(tracker), dynamic=False)
 
         def loss(batch: Any) -> Any:
-            with trace.during("forward"):
+            with tracker.during("forward"):
                 return called(batch)
 
         update = run.update
-        run.update = trace.during("update")(update)
+        run.update = tracker.during("update")(update)
         torch.compiler.reset()
         with torch.compiler.set_stance("default") if not compiled else nullcontext():
             for count in (1, micro_batches):
-                trace.work = []
-                with trace.during("backward"):
+                tracker.work = []
+                with tracker.during("backward"):
                     run.step(loss, [batches[i % len(batches)] for i in range(count)])
         roles = _roles(run, tracker)
     groups = [g for o in run.optimizers if isinstance(o, AdamW | torch.optim.Adam) for g in o.param_groups]
     stepped = sum(p.numel() for group in groups for p in group["params"])
-    work = (*trace.work, Work("bytes", "", (), 0, ADAMW_BYTES * stepped, "update"))
+    work = (*tracker.work, Work("bytes", "", (), 0, ADAMW_BYTES * stepped, "update"))
     # Ranks gather a matrix in so many bytes per element; fp8 operands are cast where they are used.
     wire = 2 if run.policy.compute.format.bits <= 16 and not run.policy.emulate else 4
     trained = [(name, p) for name, p in run.model.named_parameters() if p.requires_grad]
     parameters = tuple(Parameter(name, tuple(p.shape), wire if p.ndim > 1 else 4) for name, p in trained)
     rows = next(t.shape[0] for t in pytree.tree_leaves(batches) if isinstance(t, Tensor))
     vocabulary = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=0)
-    return Traced(trace.ledger, roles, parameters, work, micro_batches, rows, vocabulary)
+    return Traced(tracker.ledger, roles, parameters, work, micro_batches, rows, vocabulary)
 
 
 def _roles(run: Engine, tracker: Tracker) -> dict[int, str]:
