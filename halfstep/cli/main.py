@@ -1,6 +1,5 @@
 """The entry point. It imports the commands late, so that Ctrl-C prints one line from the first moment."""
 
-import gc
 import os
 import signal
 import sys
@@ -18,7 +17,6 @@ def main(arguments: list[str] | None = None) -> None:
     code = _run(sys.argv[1:] if arguments is None else arguments, alone=True)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of the interpreter's shutdown
-    gc.freeze()  # collecting what frameworks made takes a second, in a process that ends
     sys.exit(code)
 
 

@@ -280,18 +280,3 @@ def test_an_interrupt_during_imports_prints_no_traceback(tmp_path, module, entry
         [sys.executable, *words], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
-
-
-def test_a_command_ends_without_collecting_what_frameworks_made(tmp_path):
-    """It takes a second of torch's modules and classes, in a process that ends anyway."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os\n"
-        "class Cycle:\n"
-        "    def __init__(self): self.itself = self\n"
-        "    def __del__(self, write=os.write): write(2, b'collected')\n"
-        "cycle = Cycle()\n"
-    )
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    words = [sys.executable, "-m", "halfstep", "formats", "bf16"]
-    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
-    assert (done.returncode, done.stderr) == (0, "")

@@ -76,6 +76,7 @@ def test_what_is_imported_slowly_is_announced_and_broken_by_signs_of_life(argume
     assert run(arguments) == 0
     code, said, gaps = silences(["eval", str(out), "--device", "cpu"], tmp_path, SLOW)
     assert code == 0, said
+    assert "bigram bits" in said.strip().splitlines()[-1], "libraries have nothing to say at the end"
     assert sum(seconds for seconds, _ in gaps) > SLOW["torch"]
     assert max(gaps)[0] < LONGEST, (max(gaps), said)
     assert re.search(r"loading `.*`\r?\nstill working after \d s\r?\nstill working after \d", said)
