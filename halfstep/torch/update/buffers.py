@@ -6,7 +6,7 @@ norms, whose kernels write to running statistics without counting.
 
 from collections.abc import Sequence
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ Place = tuple[nn.Module, str]
 # A copy, the buffer it is a copy of, and that buffer's version then.
 BufferCopy = tuple[Tensor, Tensor, int]
 Written = tuple[Place, Tensor, Tensor]  # a buffer and its copy
+_VERSION = attrgetter("_version")
 
 
 class Contents:
@@ -53,14 +54,17 @@ class Buffers:
         self.contents = contents
         self._kept: dict[Place, BufferCopy] = {}
         self.were_written = False  # by some step
-        # The buffers after the last look, and their versions.
-        self._settled: tuple[list[Any], list[int]] = ([], [])
+        # The buffers after the last look; those of them whose writes are counted, and the counts.
+        self._settled: tuple[list[Any], list[Tensor], list[int]] = ([], [], [])
+        self._norms: list[_NormBuffers] = []
         self.remember()
 
     @torch.no_grad()
     def remember(self) -> None:
         """Copies what was written to buffers since the last step: a skipped step restores that."""
-        if self._nothing_written():
+        if self._only_norms_written():
+            for norms in self._norms:
+                norms.remember()
             return
         written = self._written()
         for buffers, kept in _by_format(written):
@@ -70,7 +74,10 @@ class Buffers:
     @torch.no_grad()
     def restore_unless(self, finite: Tensor) -> None:
         """Restores the buffers if `finite`, a device scalar, is false."""
-        if self._nothing_written():
+        if self._only_norms_written():
+            for norms in self._norms:
+                self.were_written = True
+                norms.restore_unless(finite)
             return
         self.were_written = True
         written = self._written()
@@ -85,35 +92,73 @@ class Buffers:
     def _written(self) -> list[Written]:
         """Returns what may have been written to since it was copied; copies what is new."""
         written = []
-        for place, buffer, uncounted in self._buffers():
+        for place, buffer in self._buffers():
             kept, known, version = self._kept.get(place, (None, None, -1))
             if kept is None or (buffer.shape, buffer.dtype) != (kept.shape, kept.dtype):
                 self._kept[place] = buffer.detach().clone(), buffer, buffer._version
-            elif uncounted or known is not buffer or version != buffer._version:
+            elif known is not buffer or version != buffer._version or _is_uncounted(place):
                 written.append((place, buffer, kept))
         return written
 
-    def _nothing_written(self) -> bool:
-        known, versions = self._settled
-        now = _list_values(self.contents.buffer_dicts)
-        return _same_objects(known, now) and [b._version for b in now if b is not None] == versions
+    def _only_norms_written(self) -> bool:
+        """Whether the buffers are the ones of the last look, and none was written to but those of norms."""
+        known, counted, versions = self._settled
+        same = _same_objects(known, _list_values(self.contents.buffer_dicts))
+        return same and [*map(_VERSION, counted)] == versions and all(norms.in_place() for norms in self._norms)
 
     def _settle(self, written: Sequence[Written]) -> None:
         for place, buffer, kept in written:
             self._kept[place] = (kept, buffer, buffer._version)
-        now = _list_values(self.contents.buffer_dicts)
-        uncounted = any(isinstance(m, nn.modules.batchnorm._NormBase) for m in self.contents.modules)
-        # Where writes are not counted, there is always something to look at.
-        self._settled = (now, [-1] if uncounted else [b._version for b in now if b is not None])
+        norms: dict[Any, list[Place]] = {}
+        counted: list[Tensor] = []
+        for place, buffer in self._buffers():
+            if _is_uncounted(place):
+                norms.setdefault((buffer.dtype, buffer.device), []).append(place)
+            else:
+                counted.append(buffer)
+        self._settled = (_list_values(self.contents.buffer_dicts), counted, [*map(_VERSION, counted)])
+        self._norms = [_NormBuffers(self._kept, places) for places in norms.values()]
 
-    def _buffers(self) -> list[tuple[Place, Tensor, bool]]:
-        """Every buffer with its place, and whether it may be written to without its version changing."""
+    def _buffers(self) -> list[tuple[Place, Tensor]]:
+        """Every buffer with its place."""
         return [
-            ((module, name), buffer, isinstance(module, nn.modules.batchnorm._NormBase))
+            ((module, name), buffer)
             for module in self.contents.modules
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+
+
+class _NormBuffers:
+    """Buffers of norms, of one dtype on one device, beside one copy of them all: a step takes a few kernels."""
+
+    def __init__(self, kept: dict[Place, BufferCopy], places: list[Place]):
+        """Moves the copies of these places into one tensor."""
+        self._buffers = [kept[place][1] for place in places]
+        self._pointers = [*map(Tensor.data_ptr, self._buffers)]
+        self._live = [buffer.detach().view(-1) for buffer in self._buffers]
+        self._sizes = [t.numel() for t in self._live]
+        self._copy = torch.cat([kept[place][0].view(-1) for place in places])
+        for place, part, buffer in zip(places, self._copy.split(self._sizes), self._buffers, strict=True):
+            kept[place] = (part.view(buffer.shape), buffer, buffer._version)
+
+    def in_place(self) -> bool:
+        """Whether the numbers are still where they were."""
+        return [*map(Tensor.data_ptr, self._buffers)] == self._pointers
+
+    def remember(self) -> None:
+        """Copies the numbers as they are."""
+        torch.cat(self._live, out=self._copy)
+
+    def restore_unless(self, finite: Tensor) -> None:
+        """Restores the numbers if `finite` is false."""
+        torch.where(finite, torch.cat(self._live), self._copy, out=self._copy)
+        torch._foreach_copy_(self._live, list(self._copy.split(self._sizes)))
+
+
+def _is_uncounted(place: Place) -> bool:
+    """Whether a buffer may be written to without its version changing."""
+    return isinstance(place[0], nn.modules.batchnorm._NormBase)
 
 
 def _by_format(written: Sequence[Written]) -> list[tuple[list[Tensor], list[Tensor]]]:

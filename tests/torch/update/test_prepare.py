@@ -403,6 +403,46 @@ def test_a_replaced_buffer_is_restored_too_and_statistics_that_changed_between_s
     assert torch.equal(model[0].running_var, between)
 
 
+class Normalized(nn.Module):
+    """A norm, whose writes are not counted, perhaps before a module that replaces its buffer."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm1d(4), last
+
+    def forward(self, x):
+        return self.last(self.norm(x))
+
+
+@pytest.mark.parametrize("last", [lambda: nn.Linear(4, 4), Counting])
+def test_buffers_are_restored_wherever_they_are_now(last):
+    torch.manual_seed(0)
+    model = Normalized(last())
+    run = prepare(model, sgd(model), "fp32")
+    good, bad = torch.randn(8, 4), torch.full((8, 4), float("nan"))
+    swaps = [
+        lambda norm: None,
+        lambda norm: setattr(norm, "running_mean", torch.ones(4)),
+        lambda norm: setattr(norm.running_var, "data", 3 * torch.ones(4)),
+        lambda norm: norm.num_batches_tracked.zero_(),
+    ]
+    for swap in swaps:
+        run.step(lambda x: model(x).sum(), [good])
+        swap(model.norm)
+        before = [b.clone() for b in model.buffers()]
+        assert bool(run.step(lambda x: model(x).sum(), [bad]).skipped)
+        assert all(map(torch.equal, model.buffers(), before))
+    # A module's own forward may replace them too, at any step.
+    before = [b.clone() for b in model.norm.buffers()]
+
+    def replaced(x):
+        model.norm.running_mean = torch.zeros(4)
+        return model(x).sum()
+
+    assert bool(run.step(replaced, [bad]).skipped)
+    assert all(map(torch.equal, model.norm.buffers(), before))
+
+
 def test_the_buffers_of_many_norms_take_as_many_operations_as_those_of_one():
     """Each has three, and each of those took a copy before a step, and three operations after it."""
 
