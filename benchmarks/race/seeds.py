@@ -8,7 +8,7 @@ The model is the race's (GPT-2-124M as people write it), the text is bytes of th
 draws the first weights and the order of the batches, the same for every arm. An arm is prepared and compiled once,
 for all seeds. AdamW with 5 % warmup and a linear way down, to a tenth by default. Each arm gets the verdict of
 `halfstep compare` on its pairs with fp32, or without it with the first arm, at a margin of 0.5 % of its loss.
-`--log` keeps every tenth training loss and each held-out one, a line of JSON each; `--against` takes fp32's
+`--log` keeps the mean training loss of each ten steps and each held-out one, as JSON; `--against` takes fp32's
 held-out losses of the same seeds from such a log, for they take longest. Exit code 1 if an arm is different.
 
 Besides policies an arm may be autocast, autocast-fp16, torchao or pure-bf16 of arms.py. `benchmarks/study/run.py`
@@ -139,15 +139,16 @@ class Arm:
         self.reset(s.first_weights(seed))
         found = {"before": self.held_out(corpus, averaged=False)} if s.init else {}
         batches = Batches(corpus.train, micro_batches=1, seed=seed, context=s.context, batch=s.batch)
-        skipped = torch.zeros((), device=s.device)
+        skipped, total, since = torch.zeros((), device=s.device), torch.zeros((), device=s.device), 0
         for step in range(s.steps):
             for optimizer, highest in zip(self.optimizers, rates, strict=True):
                 for group, rate in zip(optimizer.param_groups, highest, strict=True):
                     group["lr"] = rate * s.factor(step)
             loss, skip = self.step(pairs(batches.at(step)[0], s.device))
-            skipped += skip
+            skipped, total = skipped + skip, total + loss
             if step % 10 == 9 or step == s.steps - 1:
-                yield {"step": step + 1, "loss": float(loss)}
+                yield {"step": step + 1, "loss": float(total) / (step + 1 - since)}
+                total, since = torch.zeros_like(total), step + 1
         for optimizer, highest in zip(self.optimizers, rates, strict=True):
             for group, rate in zip(optimizer.param_groups, highest, strict=True):
                 group["lr"] = rate

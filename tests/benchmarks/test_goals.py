@@ -4,6 +4,8 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
+import pytest
+
 from benchmarks.measure import goals
 from halfstep.core.errors import HalfstepError
 
@@ -28,10 +30,19 @@ def test_speed_counts_median_turns_and_memory_is_ours_over_theirs():
     assert first.reached(0.5)
 
 
-def test_losses_must_not_be_further_apart_than_seeds():
-    goal, theirs = goals.Goal("ours", "theirs", "loss", 1.0), arm(held_out={"0": 2.0, "1": 3.0})
-    assert goal.ratios(arm(held_out={"0": 2.5, "1": 3.5}), theirs) == (0.5, None)
-    assert goal.ratios(arm(held_out={"0": 2.5}), arm(held_out={"0": 2.5})) == "one seed has no spread"
+def test_losses_are_the_same_if_compare_says_so():
+    goal, theirs = goals.Goal("ours", "theirs", "loss", 0.005), arm(held_out={"0": 2.0, "1": 3.0, "2": 2.5})
+    close, far, wild = (
+        arm(
+            held_out={seed: loss + gap for (seed, loss), gap in zip(theirs["held_out"].items(), gaps, strict=True)}
+        )
+        for gaps in ((0.001, 0.0011, 0.0009), (0.1, 0.1001, 0.0999), (0.1, -0.1, 0.02))
+    )
+    assert [goal.said(ours, theirs).kind for ours in (close, far, wild)] == ["same", "different", "cannot tell"]
+    assert goal.said(close, theirs).delta == pytest.approx(0.0125)
+    cells = [goals._measured(goal, {"ours": ours, "theirs": theirs}) for ours in (close, far, wild)]
+    assert [cell[2] for cell in cells] == ["yes", "**no**", "unknown"]
+    assert "CANNOT TELL, about" in cells[2][0]
 
 
 def test_what_failed_is_named_and_nothing_is_invented():

@@ -21,6 +21,7 @@ difference is that of the interval that excludes 0, the p of sameness the larger
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -224,6 +225,7 @@ def seed_spread(losses: Sequence[float]) -> float:
     return float(np.std(losses, ddof=1))
 
 
+@cache
 def t_quantile(probability: float, degrees: int) -> float:
     """Returns the quantile of Student's t above the median, to the last bits: by bisection of its distribution."""
     low, high = 0.0, math.pi / 2  # the angle whose tangent is t / sqrt(degrees)
