@@ -106,7 +106,9 @@ def cached_cast(parameter: Tensor, compute: torch.dtype) -> Tensor:
         if type(made) is not CachedCast:
             setattr(parameter, CAST, CachedCast(compute))
         elif made.cast is None:
-            made.dtype = compute
+            if made.dtype is not compute:
+                made.dtype = compute
+                CachedCast.changes += 1
         elif made.cast.dtype is compute:
             made.taken = True
             if made.version == parameter._version and made.pointer == parameter.data_ptr():
@@ -121,8 +123,10 @@ class CachedCast:
     """
 
     __slots__ = ("cast", "dtype", "pointer", "taken", "version")
+    changes = 0  # of marks, in this process: an update that finds none since the last need not look for marks
 
     def __init__(self, dtype: torch.dtype):
+        CachedCast.changes += 1
         self.dtype = dtype
         self.cast: Tensor | None = None
 

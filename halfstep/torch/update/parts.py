@@ -1,5 +1,6 @@
 """What a run consists of, and the state that its steps change. `Engine` (step.py) adds the verbs."""
 
+import copy
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -61,37 +62,42 @@ class WeightCasts:
     def __init__(self, contents: Contents):
         self.contents = contents
         self._listed: list[Tensor] = []
-        self._marks: list[torch.dtype | None] = []
-        self._marked: list[tuple[torch.dtype, list[Tensor]]] = []  # for each device and dtype
-        self._casted: list[Tensor] = []
+        self._changes = -1  # of marks, when the marked were found
+        self._marked: list[tuple[torch.dtype, list[Tensor], list[CachedCast]]] = []  # for each device and dtype
+        self._casted: list[tuple[Tensor, CachedCast]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "WeightCasts":
+        return WeightCasts(copy.deepcopy(self.contents, memo))  # copies of parameters have no marks
 
     @torch.no_grad()
     def make(self) -> None:
         """Casts every marked parameter."""
-        listed = self.contents.parameters
-        found = [p.__dict__.get(CAST) for p in listed]
-        marks = [mark.dtype if type(mark) is CachedCast else None for mark in found]
-        if marks != self._marks or listed is not self._listed:
-            groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-            for p, dtype in zip(listed, marks, strict=True):
-                if dtype is not None:
-                    groups.setdefault((p.device, dtype), []).append(p)
-            self._marked = [(dtype, group) for (_, dtype), group in groups.items()]
-            self._listed, self._marks = listed, marks
-        for dtype, parameters in self._marked:
+        if self._changes != CachedCast.changes or self._listed is not self.contents.parameters:
+            self._find()
+        for dtype, parameters, marks in self._marked:
             casts = [torch.empty_like(p, dtype=dtype) for p in parameters]
             torch._foreach_copy_(casts, parameters)
-            for p, cast in zip(parameters, casts, strict=True):
-                p.__dict__[CAST].hold(cast, p)
-            self._casted += parameters
+            for mark, cast, p in zip(marks, casts, parameters, strict=True):
+                mark.hold(cast, p)
+            self._casted += zip(parameters, marks, strict=True)
+
+    def _find(self) -> None:
+        self._listed, self._changes = self.contents.parameters, CachedCast.changes
+        groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[CachedCast]]] = {}
+        for p in self._listed:
+            if type(mark := p.__dict__.get(CAST)) is CachedCast:
+                parameters, marks = groups.setdefault((p.device, mark.dtype), ([], []))
+                parameters.append(p)
+                marks.append(mark)
+        self._marked = [(dtype, *group) for (_, dtype), group in groups.items()]
 
     def drop(self) -> None:
         """Forgets the casts; a backward pass that needs one still holds it. An unused one loses its mark."""
-        for p in self._casted:
-            made = p.__dict__[CAST]
-            made.cast = None
-            if not made.taken:
-                del p.__dict__[CAST]
+        for p, mark in self._casted:
+            mark.cast = None
+            if not mark.taken:
+                p.__dict__.pop(CAST, None)
+                self._changes = -1
         self._casted = []
 
     def unmark(self) -> None:

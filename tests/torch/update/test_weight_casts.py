@@ -137,3 +137,20 @@ def test_a_parameter_is_saved_without_what_an_update_marks(tmp_path):
     found = torch.load(tmp_path / "parameters.pt")
     assert all(torch.equal(found[name], p) for name, p in model.named_parameters())
     assert torch.equal(copy.deepcopy(model)(X), model(X))
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-mixed,param=fp32:split"])
+def test_marks_are_looked_for_where_there_may_be_new_ones_alone(monkeypatch, policy):
+    """In the first update, in the one after layers left marks, and in a copy of the run."""
+    model, run = prepared(policy)
+    found = []
+    find = parts.WeightCasts._find
+    monkeypatch.setattr(parts.WeightCasts, "_find", lambda self: (find(self), found.append(self)))
+    for _ in range(4):
+        run.step(loss_of(model), [X])
+    assert found == [run.weight_casts] * 2
+    twin = copy.deepcopy(run)
+    for _ in range(3):
+        first, second = run.step(loss_of(model), [X]), twin.step(loss_of(twin.model), [X])
+        assert torch.equal(first.loss, second.loss)
+    assert all(map(torch.equal, run.weights().values(), twin.weights().values()))
