@@ -217,12 +217,13 @@ def power_figure(found: Sequence[Result]) -> str:
             yield box(24 + 124 * place, 46, 12, 12, look)
             yield words(42 + 124 * place, 57, f"{pairs} pairs", "note")
             yield curve([spot(gap, powers(gap * delta, spread, pairs, delta)[0]) for gap in gaps], look)
-        for each in doses:
+        for place, each in enumerate(doses):
             assert each.comparison is not None
             assert each.comparison.verdict is not None
             x = spot(abs(each.comparison.verdict.mean) / delta, 0)[0]
             yield line(x, top, x, bottom, "b")
-            yield words(x, top - 6, f"{each.row.name[1:]} % fewer steps: {each.kind}", "note middle")
+            side, end = (6, "note") if x < (left + right) / 2 else (-6, "note right")
+            yield words(x + side, top + 12 + 16 * place, f"{each.row.name[1:]} % fewer steps: {each.kind}", end)
 
     return svg(352, "Power of the test", parts())
 
