@@ -231,6 +231,9 @@ def _gains(module: Any) -> tuple[Any, Any]:
 
 def _wide_gains(module: Any) -> tuple[Any, Any]:
     """Returns them in fp32: torch wants the dtype of the running statistics."""
+    held = module.weight, module.bias
+    if module.casts.fp32_norm and all(p is not None and p.dtype is torch.float32 for p in held):  # as in most
+        return held
     gain, bias = _gains(module)
     return None if gain is None else gain.float(), None if bias is None else bias.float()
 
