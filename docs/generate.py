@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import json
 import re
+import sys
 import textwrap
 import types
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for benchmarks
+from benchmarks.study.page import page as study_page
 from halfstep.cli.app import app
 from halfstep.config.run import RunConfig
 from halfstep.config.schema import rows
@@ -368,6 +371,11 @@ def proofs() -> str:
     return f"{written(name)}\n{table(['part', 'last passed', 'commit', 'machine', 'seconds'], lines)}\n"
 
 
+def study() -> str:
+    """Returns the page of the study: what is written by hand, then its rows with their verdicts."""
+    return f"{written('study.md')}\n{study_page()}"
+
+
 PAGES = {
     "api/index.md": api_index,
     **{f"api/{page}.md": partial(api, page) for page in MODULES},
@@ -379,6 +387,7 @@ PAGES = {
     "measurements/proofs.md": proofs,
     "policies.md": policies,
     "settings.md": settings,
+    "study.md": study,
 }
 
 

@@ -7,13 +7,14 @@ import subprocess
 import sys
 import time
 
-# A module that takes longer to import, as from a disk that is cold or a machine that is busy.
+# A module that takes longer to import, as from a disk that is cold. No other thread runs meanwhile: while the file
+# of a library is read, the interpreter is locked.
 SLOW = """
-import sys, time
+import ctypes, sys
 class Finder:
     def find_spec(self, name, path=None, target=None):
         if name in {slow!r}:
-            time.sleep({slow!r}.pop(name))
+            ctypes.PyDLL(None).sleep({slow!r}.pop(name))
 sys.meta_path.insert(0, Finder())
 """
 
@@ -21,7 +22,7 @@ sys.meta_path.insert(0, Finder())
 def silences(words, folder, slow, *, terminal=False, cwd=None):
     """Runs `halfstep WORDS`; returns its exit code, what it printed, and each silence with what was said before.
 
-    `slow` has seconds by module: what importing it takes longer.
+    `slow` has whole seconds by module: what importing it takes longer.
     """
     (folder / "sitecustomize.py").write_text(SLOW.format(slow=dict(slow)))
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])

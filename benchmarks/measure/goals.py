@@ -7,7 +7,7 @@
     fp8-1.3b                    24 layers of width 2048, 16 x 1024 tokens, with torchao's float8
     speedrun golf               against the forms of their sources
     eager-2 eager-32            not compiled, 2 x 1024 and 32 x 1024 tokens; `eager-2` also as a CUDA graph
-    first-step                  at 1.3B, each arm with an empty cache
+    first-step                  at 1.3B, each arm with an empty cache; `first-step-train` of `halfstep train`
     fp8-loss fp8-1.3b-loss      held-out losses over three seeds, after 1000 and 300 steps
     golf-loss                   the same of golf and its source, after 60 updates
 
@@ -37,6 +37,7 @@ from typing import Any, Literal
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for benchmarks
 from benchmarks.measure import first_step
 from benchmarks.race import race as bench
+from halfstep.core.compare.gaps import Verdict, verdict
 from halfstep.core.errors import HalfstepError
 
 RACE = Path(__file__).parents[1] / "race"
@@ -59,8 +60,6 @@ class Goal:
         for name, arm in ((self.ours, ours), (self.theirs, theirs)):
             if arm.get("failed"):
                 return f"{name}: {arm['failed']}"
-        if self.what == "loss":
-            return _losses_apart(ours["held_out"], theirs["held_out"])
         if self.what == "memory":
             both = ours["memory"] and theirs["memory"]
             return (ours["memory"] / theirs["memory"], None) if both else "memory is not counted on this device"
@@ -73,10 +72,18 @@ class Goal:
         """Says whether a ratio is on the right side of the bound."""
         return ratio >= self.bound if self.what == "speed" else ratio <= self.bound
 
+    def said(self, ours: Arm, theirs: Arm) -> Verdict | str:
+        """Returns the verdict of `halfstep compare` on two arms' losses; or why there is none."""
+        for name, arm in ((self.ours, ours), (self.theirs, theirs)):
+            if arm.get("failed"):
+                return f"{name}: {arm['failed']}"
+        losses = [(ours["held_out"][seed], loss) for seed, loss in theirs["held_out"].items()]
+        return verdict([a - b for a, b in losses], self.bound * mean(loss for _, loss in losses))
+
     def __str__(self) -> str:
-        sign = "at least" if self.what == "speed" else "at most"
-        unit = " spread" if self.what == "loss" else ""
-        return f"{self.what} {sign} {self.bound:.2f}{unit}"
+        if self.what == "loss":
+            return f"the same loss, within {self.bound:.1%}"
+        return f"{self.what} {'at least' if self.what == 'speed' else 'at most'} {self.bound:.2f}"
 
 
 @dataclass(frozen=True)
@@ -206,19 +213,12 @@ def _run(script: str, arguments: list[str], seconds: float) -> str:
     return f"{script} stopped with code {done.returncode}" if done.returncode else ""
 
 
-def _losses_apart(ours: Mapping[str, float], theirs: Mapping[str, float]) -> tuple[float, None] | str:
-    """Returns the distance between two arms' mean losses over the same seeds, in units of the second's spread."""
-    spread = max(theirs.values()) - min(theirs.values())
-    if not spread:
-        return "one seed has no spread"
-    return abs(mean(ours[seed] for seed in theirs) - mean(theirs.values())) / spread, None
-
-
 GPT2 = {"layers": 12, "width": 768, "context": 1024, "batch": 32, "vocabulary": 50304}
 WIDE = {**GPT2, "layers": 24, "width": 2048, "batch": 16}
 # Bytes of torch's own Python source: some 45 MB, on every machine, and more than the steps read.
 TEXT = str(Path(str(find_spec("torch").origin)).parent / "**" / "*.py")  # type: ignore[union-attr]
 LOSSES = {"source": TEXT, "seeds": [0, 1, 2]}
+MARGIN = 0.005  # of the other arm's loss
 SMALL_RACE = {**GPT2, "rounds": 8, "steps": 8, "at_once": 5, "compile": None}
 EAGER = {**SMALL_RACE, "compile": False}
 
@@ -312,25 +312,35 @@ ROWS = {
         ),
         estimate=500,
     ),
+    "first-step-train": Row(
+        "first step of `halfstep train`, 1.3B, cold cache",
+        first_steps,
+        {"size": "1.3B", "steps": 8, "device": "cuda"},
+        (
+            Goal("train-bf16", "autocast", "first step", 0.6, 0.4),
+            Goal("train-fp8", "autocast", "first step", 1.0, 0.6),
+        ),
+        estimate=200,
+    ),
     "fp8-loss": Row(
         "fp8-mixed, 124M, 1000 steps",
         seeds,
         {**GPT2, "heads": 12, "steps": 1000, "rate": 6e-4, **LOSSES},
-        (Goal("fp8", "bf16", "loss", 1.0),),
+        (Goal("fp8", "bf16", "loss", MARGIN),),
         estimate=520,
     ),
     "fp8-1.3b-loss": Row(
         "fp8-mixed, 1.3B, 300 steps",
         seeds,
         {**WIDE, "heads": 32, "steps": 300, "rate": 3e-4, **LOSSES},
-        (Goal("fp8", "bf16", "loss", 1.0),),
+        (Goal("fp8", "bf16", "loss", MARGIN),),
         estimate=760,
     ),
     "golf-loss": Row(
         "`golf`, 60 updates",
         recipe_seeds,
         {**_recipe("golf", 60), "seeds": [0, 1, 2]},
-        (Goal("halfstep", "source", "loss", 1.0),),
+        (Goal("halfstep", "source", "loss", MARGIN),),
         estimate=420,
     ),
 }
@@ -423,15 +433,25 @@ def _measured(goal: Goal, arms: dict[str, Arm] | None) -> list[str]:
     if arms is None:
         return ["not measured yet", "", "", "", ""]
     ours, theirs = arms[goal.ours], arms[goal.theirs]
-    ratios = goal.ratios(ours, theirs)
     mib = [f"{arm['memory'] / 2**20:,.0f}" if arm.get("memory") else "" for arm in (ours, theirs)]
     losses = [_loss(arm) for arm in (ours, theirs)]
     beside = [" / ".join(pair) if any(pair) else "" for pair in (mib, losses)]
+    if goal.what == "loss":
+        return _decided(goal.said(ours, theirs), beside)
+    ratios = goal.ratios(ours, theirs)
     if isinstance(ratios, str):
-        return [ratios.replace("|", "/"), "", "", "", beside[1] if goal.what == "loss" else ""]
+        return [ratios.replace("|", "/"), "", "", "", ""]
     ratio, fastest = ratios
     turns = "" if fastest is None else f"{fastest:.3f}"
     return [f"{ratio:.3f}", turns, "yes" if goal.reached(ratio) else "**no**", *beside]
+
+
+def _decided(found: Verdict | str, beside: Sequence[str]) -> list[str]:
+    if isinstance(found, str):
+        return [found.replace("|", "/"), "", "", *beside]
+    more = f", about {found.more_seeds} more pairs" if found.more_seeds else ""
+    reached = {"same": "yes", "different": "**no**", "cannot tell": "unknown"}[found.kind]
+    return [f"{found.mean:+.4f}: {found.kind.upper()}{more}", "", reached, *beside]
 
 
 def _loss(arm: Arm) -> str:

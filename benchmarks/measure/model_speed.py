@@ -16,7 +16,8 @@ Each arm is a process that holds its model, so that a peak of memory is its own.
 the same time, those of fp8 after them and one by one, because they time layers; then all take turns. A ratio is
 that of median turns, with that of the fastest beside it. `--mode eager` does not compile. One JSON line for each
 model, arm and mode is added to `--save` when it is measured; what is there is not measured again. What is not
-ready within the `--seconds` is listed as not run.
+ready within the `--seconds` is listed as not run. Losses are those of updates 71 to 80; beside an arm's stands how
+far it is from autocast's, and how far three seeds of autocast lie apart.
 """
 
 import argparse
@@ -47,6 +48,7 @@ ARMS = {
 GPT2 = {"layers": 12, "width": 768, "heads": 12, "vocabulary": 50304, "context": 1024}
 TINY = {"layers": 1, "width": 16, "heads": 2, "vocabulary": 64, "context": 16}
 RATE, CLIP, FIRST, UPDATES = 1e-4, 1.0, 6, 10
+COMPARED = 80  # updates after which losses are compared
 SAME: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 _GPT2 = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
 _DECODER = {"num_hidden_layers": 6, "use_cache": False, "tie_word_embeddings": True}
@@ -73,6 +75,17 @@ SHAPES: dict[str, tuple[str, str, str, dict[str, Any], int, int]] = {
         "transformers", "BertConfig", "BertForMaskedLM",
         {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, 64, 512,
     ),
+    "t5": (
+        "transformers", "T5Config", "T5ForConditionalGeneration",
+        {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_decoder_layers": 12, "num_heads": 12,
+         "dropout_rate": 0.0, "use_cache": False, "decoder_start_token_id": 0}, 32, 512,
+    ),
+    "whisper": (
+        "transformers", "WhisperConfig", "WhisperForConditionalGeneration",
+        {"d_model": 768, "encoder_layers": 12, "decoder_layers": 12, "encoder_attention_heads": 12,
+         "decoder_attention_heads": 12, "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072, "dropout": 0.0,
+         "use_cache": False}, 16, 448,
+    ),
     "vit": (
         "transformers", "ViTConfig", "ViTForImageClassification",
         {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "image_size": 224, "num_labels": 1000},
@@ -87,9 +100,11 @@ Step = Callable[[int], Tensor]
 # --- an arm, in its process
 
 
-def _build(name: str, device: str, *, dry: bool) -> tuple[nn.Module, Callable[..., Tensor], Callable[[int], Any]]:
+def _build(
+    name: str, device: str, *, dry: bool, seed: int = 0
+) -> tuple[nn.Module, Callable[..., Tensor], Callable[[int], Any]]:
     """Returns a model, its loss of (model, batch), and what draws a batch from a seed."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     if name in ways.WAYS:
         sizes, (count, length) = (TINY, (2, 16)) if dry else (GPT2, (32, 1024))
         with torch.device(device):
@@ -113,7 +128,7 @@ def _build(name: str, device: str, *, dry: bool) -> tuple[nn.Module, Callable[..
 
     with torch.device(device):
         model = getattr(transformers, kind)(getattr(transformers, configuration)(**sizes)).train()
-    key = "pixel_values" if base == "vit" else "input_ids"
+    key = {"vit": "pixel_values", "whisper": "input_features"}.get(base, "input_ids")
 
     def loss(m: Any, batch: Any) -> Any:
         made = m(**{key: batch[0], "labels": batch[1]})
@@ -122,17 +137,23 @@ def _build(name: str, device: str, *, dry: bool) -> tuple[nn.Module, Callable[..
     if base == "vit":
         return model, loss, lambda seed: _images(seed, count, device)
     vocabulary = model.config.vocab_size
+    if base == "whisper":
+        sounds = lambda seed: torch.randn(count, 80, 3000, generator=_generator(seed, device), device=device)  # noqa: E731
+        return model, loss, lambda seed: (sounds(seed), _tokens(seed, vocabulary, count, length, device)[1])
     return model, loss, lambda seed: _tokens(seed, vocabulary, count, length, device)
 
 
+def _generator(seed: int, device: str) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
+
+
 def _tokens(seed: int, vocabulary: int, count: int, length: int, device: str) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator(device).manual_seed(seed)
-    ids = torch.randint(vocabulary, (count, length + 1), generator=generator, device=device)
+    ids = torch.randint(vocabulary, (count, length + 1), generator=_generator(seed, device), device=device)
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
 def _images(seed: int, count: int, device: str) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = _generator(seed, device)
     images = torch.randn(count, 3, 224, 224, generator=generator, device=device)
     images = images.to(memory_format=torch.channels_last) if device == "cuda" else images
     return images, torch.randint(1000, (count,), generator=generator, device=device)
@@ -172,22 +193,31 @@ def work(pipe: Any, name: str, arm: str, mode: str, device: str, dry: bool) -> N
     try:
         model, loss, draw = _build(name, device, dry=dry)
         step, losses = _step_of(arm, mode, model, loss, draw, device), []
-        start = time.perf_counter()
-        losses += [step(0)]
-        _wait(device)
-        first = time.perf_counter() - start
-        losses += [step(i) for i in range(1, FIRST)]
-        _wait(device)
+
+        def train(updates: int) -> float:
+            start = time.perf_counter()
+            for _ in range(updates):
+                losses.append(step(len(losses)))
+            if device == "cuda":
+                torch.cuda.synchronize()
+            return time.perf_counter() - start
+
+        first = train(1)
+        train(FIRST - 1)
         pipe.send({"first": first})
         while pipe.recv():
             if device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            start = time.perf_counter()
-            losses += [step(i) for i in range(UPDATES)]
-            _wait(device)
-            peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
-            pipe.send({"seconds": (time.perf_counter() - start) / UPDATES, "peak": peak})
-        pipe.send({"losses": [float(v) for v in losses], "fused": _fused() if arm != "autocast" else {}})
+            seconds = train(UPDATES) / UPDATES
+            pipe.send({"seconds": seconds, "peak": torch.cuda.max_memory_allocated() if device == "cuda" else 0})
+        train(max(0, COMPARED - len(losses)))
+        seeds = [_last(losses)]
+        for seed in (1, 2) if arm == "autocast" else ():
+            model.load_state_dict(_build(name, device, dry=dry, seed=seed)[0].state_dict())
+            step, losses = _step_of(arm, mode, model, loss, draw, device), []
+            train(COMPARED)
+            seeds.append(_last(losses))
+        pipe.send({"losses": seeds, "fused": _fused() if arm != "autocast" else {}})
     except Exception:
         pipe.send({"error": traceback.format_exc()})
 
@@ -198,9 +228,9 @@ def _fused() -> dict[str, int]:
     return {**fusion.FUSED, **{f"not {name}: {why}": n for (name, why), n in fusion.APART.items()}}
 
 
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+def _last(losses: list[Tensor]) -> float:
+    """Returns the mean loss of the last updates that are compared."""
+    return torch.stack(losses[COMPARED - UPDATES : COMPARED]).mean().item()
 
 
 # --- the comparison
@@ -263,8 +293,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Returns the ratios of each arm to its model's autocast."""
     known = {(row["model"], row["mode"], row["arm"]): row for row in rows}
     lines = [
-        "| model | mode | arm | speed | fastest | memory | ms | MiB | first step | last loss | fused |",
-        "|" + "---|" * 11,
+        "| model | mode | arm | speed | fastest | memory | ms | MiB | first step | loss | gap of spread | fused |",
+        "|" + "---|" * 12,
     ]
     for (model, mode, arm), row in known.items():
         base = known.get((model, mode, "autocast"), {})
@@ -277,11 +307,14 @@ def table(rows: list[dict[str, Any]]) -> str:
             fastest = f"{min(base['seconds']) / min(row['seconds']):.3f}"
             memory = f"{row['peak'] / base['peak']:.3f}" if base["peak"] else ""
             first = f"{row['first'] / base['first']:.2f}"
+        seeds = base.get("losses", [])
+        gap = abs(row["losses"][0] - seeds[0]) if seeds else 0.0
+        spread = f"{gap:.4f} of {max(seeds) - min(seeds):.4f}" if seeds and arm != "autocast" else ""
         fused = ", ".join(f"{n} {what}" for what, n in row.get("fused", {}).items())
         lines.append(
             f"| {model} | {mode} | {arm} | {speed} | {fastest} | {memory} | "
             f"{1e3 * statistics.median(row['seconds']):.2f} | {row['peak'] / 2**20:,.0f} | {first} | "
-            f"{statistics.fmean(row['losses'][-UPDATES:]):.4f} | {fused} |"
+            f"{row['losses'][0]:.4f} | {spread} | {fused} |"
         )
     return "\n".join(lines)
 

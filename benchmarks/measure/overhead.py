@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from halfstep.config.load import load
+from halfstep.config.weights import initial_weights
 from halfstep.core.policy import Policy
 from halfstep.torch.model import Decoder
 from halfstep.training.data.batches import Prefetch
@@ -32,7 +33,7 @@ def bare_arm(loop: Loop, steps: int):
     config = loop.config
     device = loop.session.device
     model = Decoder(config.model)
-    model.initialize(config.seed)
+    model.set_weights(initial_weights(config.model, config.seed))
     model.to(device)
     decaying = [p for p in model.parameters() if p.ndim >= 2]
     steady = [p for p in model.parameters() if p.ndim < 2]

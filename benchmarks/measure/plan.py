@@ -28,9 +28,8 @@ from halfstep.core.policy import Policy
 from halfstep.tools.plan.machine import measure_machine
 from halfstep.tools.plan.plan import Plan, plan_factory, plan_recipe
 from halfstep.torch import AdamW, prepare
-from halfstep.torch.instruments.planning import timing
 from halfstep.torch.instruments.planning.step import force_measured
-from halfstep.torch.instruments.planning.tracker import Trace, Tracker
+from halfstep.torch.instruments.planning.tracker import Tracker
 from halfstep.torch.numerics.dtypes import describe
 from halfstep.training.session import open_session
 
@@ -78,8 +77,7 @@ def observed(make: Callable[[], Callable[[], Any]], device: str) -> tuple[float,
     gc.collect()
     torch.compiler.reset()
     if device == "cpu":
-        trace = Trace()
-        with Tracker(trace, "cpu"):
+        with Tracker("cpu") as trace:
             step = make()
             for _ in range(2):
                 step()
@@ -135,11 +133,11 @@ def machine_of(options: argparse.Namespace) -> Any:
     if options.device == "cpu":
         return replace(load_machine("h200"), kind="cpu", capability=(), architecture=describe("cpu").architecture)
     machines = [
-        measure_machine(settings(case, options.batch or CASES[case], False, options), options.device, timing)
+        measure_machine(settings(case, options.batch or CASES[case], False, options), options.device)
         for case in options.cases
         if case != "hugging_face"
     ]
-    machines = machines or [measure_machine(load("gpt2"), options.device, timing)]
+    machines = machines or [measure_machine(load("gpt2"), options.device)]
     launch = min(m.launch[0] for m in machines), max(m.launch[1] for m in machines)
     timed = dict.fromkeys(t for machine in machines for t in machine.timed)
     return replace(machines[0], timed=tuple(timed), launch=launch)

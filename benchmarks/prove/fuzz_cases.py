@@ -10,7 +10,9 @@ import json
 import os
 import random
 import shutil
+import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +201,7 @@ def _look(rng: random.Random) -> list[str]:
 
 def _compare(rng: random.Random) -> list[str]:
     logs = ["losses.csv", "wandb.csv", "tensorboard", _EVENTS, "run", *(f"{place}.csv" for place in PLACES[:5])]
+    logs += ["losses", "losses/seed-0.jsonl", "project.db", "project.db:a-*", f"project.db:{_text(rng)}"]
     options = {
         "--column": [*TEXTS, "loss"],
         "--delta": NUMBERS,
@@ -274,6 +277,14 @@ READERS: dict[str, list[list[str]]] = {
     "losses.csv": [
         ["compare", "losses.csv", "wandb.csv"],
         ["compare", "wandb.csv", "losses.csv", "--column", "loss"],
+    ],
+    "losses/seed-0.jsonl": [
+        ["compare", "losses/seed-0.jsonl", "losses.csv"],
+        ["compare", "losses", "losses", "--delta", "1%"],
+    ],
+    "project.db": [
+        ["compare", "project.db:a-*", "project.db:b-*"],
+        ["compare", "losses", "project.db", "--unpaired"],
     ],
     "wandb.csv": [
         ["compare", "wandb.csv", "wandb.csv", "--page", "page.html"],
@@ -472,6 +483,17 @@ def _make_logs(folder: Path) -> None:
     head = ["Step", *(f"run {n} - {name}" for n in range(2) for name in ("_step", "loss", "loss__MIN"))]
     rows = [[step, *(x for n in range(2) for x in (step, loss + n / 9, loss))] for step, loss, _ in losses]
     (folder / "wandb.csv").write_text("\n".join(",".join(map(str, row)) for row in [head, *rows]))
+    (folder / "losses").mkdir()
+    lines = [json.dumps({"step": step, "train": {"loss": loss}, "val_loss": held}) for step, loss, held in losses]
+    for seed in range(2):
+        (folder / "losses" / f"seed-{seed}.jsonl").write_text("\n".join(lines))
+    with closing(sqlite3.connect(folder / "project.db")) as database:
+        database.execute(
+            "CREATE TABLE metrics (id INTEGER PRIMARY KEY, run_name TEXT, step INTEGER, metrics TEXT)"
+        )
+        rows = [(f"{arm}-seed-{seed}", i, line) for arm in "ab" for seed in (0, 1) for i, line in enumerate(lines)]
+        database.executemany("INSERT INTO metrics VALUES (NULL, ?, ?, ?)", rows)
+        database.commit()
     writer = EventFileWriter(str(folder / "tensorboard"))
     for step, loss, _ in losses:
         numbers = [summary_pb2.Summary.Value(tag="train/loss", simple_value=loss)]

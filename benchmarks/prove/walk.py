@@ -1,6 +1,6 @@
 """Walks through README.md and docs/start as a newcomer does: every command, its time and its longest silence.
 
-    python benchmarks/prove/walk.py [--save FILE]
+    python benchmarks/prove/walk.py [--cold] [--save FILE]
 
 Each command runs on a terminal, in a folder of its own, with sizes that a CPU trains in seconds. `silent` is the
 longest time without a word, and what was said before it. Exit code 1 if a command fails or is silent for more than
@@ -8,6 +8,7 @@ longest time without a word, and what was said before it. Exit code 1 if a comma
 """
 
 import argparse
+import os
 import re
 import sys
 import tempfile
@@ -56,6 +57,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--most", type=float, default=3.0, help="seconds without a word")
     parser.add_argument("--save", type=Path, help="write the table to this file")
+    parser.add_argument("--cold", action="store_true", help="read files from disk (Linux, as root)")
     given = parser.parse_args()
     rows, wrong = [], []
     walked = {command.split()[0] for command in COMMANDS} | BY_DESIGN
@@ -67,6 +69,9 @@ def main() -> int:
         for command in COMMANDS:
             words = [word.strip("'") for word in re.findall(r"'[^']*'|\S+", command)]
             words = [sys.executable if word == "python" else word for word in words]
+            if given.cold:
+                os.sync()
+                Path("/proc/sys/vm/drop_caches").write_text("3")
             begun = time.monotonic()
             code, said, gaps = silences(words, Path(folder), {}, terminal=True, cwd=folder)
             silent, before = max(gaps)

@@ -18,7 +18,7 @@ from cyclopts import App, CoercionError, CycloptsError, Parameter
 
 from halfstep import __version__
 from halfstep.cli import audit, compare, data, export, plan, policy, probe, runs, train, trained, tune
-from halfstep.cli.output import discard, drop_refused_output, print_error, print_failure, signs_of_life
+from halfstep.cli.output import discard, drop_refused_output, print_error, print_failure
 from halfstep.core.errors import HalfstepError, OptionError
 
 
@@ -64,7 +64,7 @@ SETTINGS = {"train": train.as_setting, "probe": probe.as_size}
 def run(arguments: list[str]) -> int:
     """Runs the command line and returns its exit code."""
     trains = arguments[:1] == ["train"]
-    with drop_refused_output(stdout=trains), signs_of_life(), warnings.catch_warnings():
+    with drop_refused_output(stdout=trains), warnings.catch_warnings():
         # torch's trace of a CPU without bf16 instructions, about which we warn in one line.
         warnings.filterwarnings("ignore", "mkldnn_matmul failed")
         # A block returns a view of its values, which nothing changes in place.

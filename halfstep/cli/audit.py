@@ -1,6 +1,7 @@
 """`halfstep audit`: which rules of mixed precision a training breaks, where, by which numbers, and what to do."""
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from halfstep.cli.arguments import Flag, Json
-from halfstep.cli.output import print_json, print_table, print_words, rest
+from halfstep.cli.output import STDERR, print_json, print_table, print_words, rest
 from halfstep.core.errors import OptionError, TargetError, as_message
 
 if TYPE_CHECKING:
     from halfstep.core.audit.finding import Finding
     from halfstep.tools.audit.targets import Collected
 
-STDERR = 2
 STEPS = 20
 Ids = Annotated[tuple[str, ...], Parameter(negative="", show_default=False)]
 
@@ -118,9 +118,9 @@ def _collect(target: Sequence[str], steps: int | None, *, json: bool) -> "tuple[
         return collected, 0
     from halfstep.tools.audit import script
 
-    rest()
-    # What the script prints must not be among our JSON.
-    outcome = script.run(target, steps or STEPS, stdout=STDERR if json else None)
+    print_words(f"watching {steps or STEPS} updates of `{shlex.join(target)}`")
+    # What the script prints must not be among our JSON. From its first words on, it speaks for itself.
+    outcome = script.run(target, steps or STEPS, stdout=STDERR if json else None, on_words=rest)
     collected = Collected([*outcome.records])
     for note in outcome.notes:
         print_words(note)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from halfstep.cli import train
-from halfstep.cli.arguments import Device, Json, Overrides
+from halfstep.cli.arguments import Device, Flag, Json, Overrides
 from halfstep.cli.output import print_error, print_json, print_table, print_words
 from halfstep.core.errors import OptionError
 
@@ -36,7 +36,8 @@ def compare(
     ranks_a: int = 1,
     ranks_b: int = 1,
     device: Device = None,
-    delta: float | None = None,
+    delta: str | None = None,
+    unpaired: Flag = False,
     column: str | None = None,
     out: Path | None = None,
     page: Path | None = None,
@@ -51,8 +52,9 @@ def compare(
     Parameters
     ----------
     a
-        A policy (as of `halfstep train --policy`), a run folder, a folder of runs with one for each seed, or a
-        loss log: a CSV file, an export of W&B, a TensorBoard log.
+        A policy (as of `halfstep train --policy`), a run folder, a folder of runs with one for each seed, or loss
+        logs: a CSV or JSONL file or a folder of them (`seed-0.csv`, `seed-1.csv`, ...), an export of W&B, a
+        TensorBoard log, runs of a project of trackio (`PROJECT.db:bf16-*`).
     b
         The reference: the same.
     recipe
@@ -72,7 +74,10 @@ def compare(
     ranks_b
         Processes that share each run of B.
     delta
-        The gap of losses that does not matter; by default, half the spread of B's losses over seeds.
+        The gap of losses that does not matter, such as 0.01, or 0.5% of B's loss; by default, half the spread of
+        B's losses over seeds.
+    unpaired
+        Compare the runs as two groups, even where they share seeds.
     column
         The column of a log that holds the loss.
     out
@@ -83,8 +88,7 @@ def compare(
     from halfstep.tools.compare.judge import judge
     from halfstep.tools.compare.runs import Training, names_existing_runs, read_side
 
-    if delta is not None and not 0 <= delta < math.inf:
-        raise OptionError(f"--delta {delta} is not a gap", hint="name a loss of 0 or more, such as 0.01")
+    margin = _margin(delta)
     there = names_existing_runs(a), names_existing_runs(b)
     if there[0] != there[1]:
         raise OptionError(
@@ -100,7 +104,7 @@ def compare(
                 f"{unused[0]} is about training, and A and B name what is already trained",
                 hint="leave it out, or name policies",
             )
-        result = judge((a, b), read_side(a, column), read_side(b, column), delta=delta)
+        result = judge((a, b), read_side(a, column), read_side(b, column), paired=not unpaired, **margin)
     else:
         if column is not None:
             raise OptionError("--column is of loss logs, and A and B are policies", hint="leave it out")
@@ -112,7 +116,7 @@ def compare(
         training = Training(recipe, tuple(range(seeds)), steps, overrides, (set_a, set_b), (ranks_a, ranks_b))
         out = out or train.RUNS / f"compare-{Path(recipe).stem}"
         names, one, other = _train_sides((a, b), training, out, device)
-        result = judge(names, one, other, delta=delta)
+        result = judge(names, one, other, paired=not unpaired, **margin)
     page = page or (None if out is None else out / "compare.html")
     if page is not None:
         _write_page(result, page)
@@ -124,6 +128,19 @@ def compare(
         print_error("the losses cannot be compared", "; ".join(result.notes))
         return NO_VERDICT
     return CODES[result.verdict.kind]
+
+
+def _margin(delta: str | None) -> dict[str, float]:
+    """Returns the gap that does not matter, as a loss or as a share of one."""
+    if delta is None:
+        return {}
+    try:
+        margin = float(delta.removesuffix("%"))
+    except ValueError:
+        margin = math.nan
+    if not 0 <= margin < math.inf:
+        raise OptionError(f"--delta {delta} is not a gap", hint="name a loss of 0 or more, such as 0.01, or 0.5%")
+    return {"share": margin / 100} if delta.endswith("%") else {"delta": margin}
 
 
 def _train_sides(
@@ -161,7 +178,7 @@ def _write_page(result: "Comparison", page: Path) -> None:
 def _print(result: "Comparison", page: Path | None) -> None:
     from halfstep.report.compare import conclusion, evidence
 
-    print(conclusion(result))
+    print(*conclusion(result), sep="\n")
     print_table(("", result.a.name, f"{result.b.name} (reference)"), evidence(result))
     print_words(*(f"note: {note}" for note in result.notes))
     if page is not None:

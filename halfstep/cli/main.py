@@ -3,7 +3,10 @@
 import os
 import signal
 import sys
-from contextlib import suppress
+import time
+from contextlib import nullcontext, suppress
+
+from halfstep import cli
 
 INTERRUPTED = 130  # as in shells: 128 plus the number of the signal
 
@@ -11,7 +14,7 @@ INTERRUPTED = 130  # as in shells: 128 plus the number of the signal
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line and exits with its code."""
     _open_closed_streams()
-    code = _run(sys.argv[1:] if arguments is None else arguments)
+    code = _run(sys.argv[1:] if arguments is None else arguments, alone=True)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of the interpreter's shutdown
     sys.exit(code)
@@ -28,11 +31,16 @@ def run(arguments: list[str]) -> int:
                 signal.signal(number, handler)
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str], *, alone: bool = False) -> int:
+    """Returns the exit code; `alone` is a process that does nothing else, and so gives signs of life."""
+    cli.begun = time.perf_counter()
     try:
-        from halfstep.cli import app
+        from halfstep.cli.output import signs_of_life
 
-        return app.run(arguments)
+        with signs_of_life() if alone else nullcontext():
+            from halfstep.cli import app
+
+            return app.run(arguments)
     except KeyboardInterrupt:
         return _end("interrupted", INTERRUPTED)
     except MemoryError:

@@ -3,16 +3,17 @@
 import json
 import math
 import os
+import signal
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from halfstep.core.errors import HalfstepError, as_message, printable
-from halfstep.training.telemetry.progress import drop_refusals, wrap_line
+from halfstep.training.telemetry.progress import SILENCE, drop_refusals, expect_silence, wrap_line
 
+STDERR = 2
 PATIENCE = 2.5  # seconds of silence before the first sign of life
 
 
@@ -34,45 +35,60 @@ def drop_refused_output(*, stdout: bool) -> Iterator[None]:
 
 
 class Pulse:
-    """Decides when a silent command says that it still works: soon at first, and then ever later."""
+    """Decides when a silent command says that it still works: often for a minute, and then ever later."""
 
-    def __init__(self, stream: Any):  # of `drop_refusals`
-        self.stream, self._heard, self._next = stream, math.nan, 0.0
+    def __init__(self) -> None:
+        self._since, self._next = math.nan, 0.0
 
     def words(self, now: float) -> str:
         """Returns what is to be said, or nothing."""
-        if self.stream.heard != self._heard:
-            self._heard, self._next = self.stream.heard, PATIENCE
-        silent = now - self._heard
-        if silent < max(self._next, self.stream.patience):
+        since, patience = SILENCE
+        if since != self._since:
+            self._since, self._next = since, PATIENCE
+        silent = now - since
+        if silent < max(self._next, patience):
             return ""
-        self._next = silent + max(PATIENCE, silent / 4)
+        self._next = silent + PATIENCE * max(1, silent / 60)
         return f"still working after {silent:.0f} s"
 
 
 @contextmanager
 def signs_of_life() -> Iterator[None]:
-    """Says on stderr that the command still works, where it would be silent; in a job, its first process does."""
-    pulse, ended = Pulse(drop_refusals(sys.stderr)), threading.Event()
+    """Says on stderr that the command still works, where it would be silent; in a job, its first process does.
 
-    def speak() -> None:
-        while not ended.wait(0.5):
-            if words := pulse.words(time.monotonic()):
-                heard = pulse.stream.heard
-                print_words(words)
-                pulse.stream.heard = heard  # the silence goes on
-
-    if os.environ.get("RANK", os.environ.get("MLX_RANK", "0")) == "0":
-        threading.Thread(target=speak, name="signs of life", daemon=True).start()
+    A process says it, as importing a library can stop every thread for seconds. It is forked, so the caller has no
+    threads yet; where the system cannot fork (Windows), there are no signs.
+    """
+    if os.environ.get("RANK", os.environ.get("MLX_RANK", "0")) != "0" or not hasattr(os, "fork"):
+        yield
+        return
+    expect_silence(0.0)
+    command = os.getpid()
+    if (speaker := os.fork()) == 0:
+        _speak_until_the_end_of(command)
     try:
         yield
     finally:
-        ended.set()
+        os.kill(speaker, signal.SIGKILL)
+        os.waitpid(speaker, 0)
+
+
+def _speak_until_the_end_of(command: int) -> NoReturn:
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command has it too, and may take a while to end
+        pulse = Pulse()
+        while os.getppid() == command:
+            if words := pulse.words(time.monotonic()):
+                with suppress(OSError):
+                    os.write(STDERR, f"{words}\n".encode())
+            time.sleep(0.25)
+    finally:
+        os._exit(0)
 
 
 def rest() -> None:
     """Gives no signs of life from here on: someone else speaks, or there is nothing to do."""
-    drop_refusals(sys.stderr).expect_silence(math.inf)
+    expect_silence(math.inf)
 
 
 def discard(stream: TextIO) -> None:

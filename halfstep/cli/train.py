@@ -10,6 +10,7 @@ from itertools import count, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from halfstep import cli
 from halfstep.cli.arguments import Device, Flag, Overrides
 from halfstep.cli.output import print_words, rest
 from halfstep.config.load import DEFAULT_RECIPE, load, other_meaning, read_policy, setting_meant
@@ -242,6 +243,7 @@ def _prepare(
     from halfstep.training.data.load import load_corpus
     from halfstep.training.loop import Loop
     from halfstep.training.run.opening import prepare_determinism
+    from halfstep.training.session import start_compiler
     from halfstep.training.telemetry import loggers
     from halfstep.training.telemetry.meters import UNMEASURED
 
@@ -259,6 +261,7 @@ def _prepare(
         say(f"loading {config.backend}")
     ran = None if opened is None else opened.policy
     policy, choice = _resolve(job, config, device, ran, say)
+    start_compiler(config, policy, device, alone=job.ranks == 1)
     reason = choice.reason if choice else read_as(config.policy)
     say(f"precision {policy}" + (f": {reason}" if reason else ""))
     schedule = PolicySchedule.of(policy, config.schedule, config.training.steps)
@@ -284,6 +287,7 @@ def _prepare(
         corpus=corpus,
         ceiling=ceiling,
         job=job,
+        begun=cli.begun,
     )
 
 

@@ -65,10 +65,10 @@ class TrainingConfig:
     than this many nats above the recent median; 0 is off."""
     deterministic: bool = False
     """Whether a repeated run has the same bits on an NVIDIA GPU too; slower. On a CPU it always does."""
-    compile: bool | Literal["block"] = False
+    compile: bool | Literal["block", "whole"] = False
     """Whether the step is compiled by the framework; JAX always does. `block`, on torch: each block by itself, so
-    that one compilation serves all of them, and the head with its loss: the first step comes sooner, and later
-    ones may take longer."""
+    that one compilation serves all that are alike, and the head with its loss: the first step comes sooner.
+    `whole`: as one graph. `true` takes `block` where later steps are as fast, and a run says which and why."""
     graph: bool = False
     """Whether each step is launched as one CUDA graph, on torch and an NVIDIA GPU: faster where batches are small
     and the host is the limit, with the same bits. It needs `monitor.on = false`."""

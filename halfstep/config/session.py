@@ -7,7 +7,7 @@ processes may train one run, which talk by the `Host` in their module `parallel.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,20 @@ from halfstep.core.state_format import Snapshot, Stored
 Tokens = NDArray[np.int32]
 Schedule = Callable[[Any, Any], Any]
 """(updates applied so far, array namespace) -> what the learning rates are multiplied by, on the device."""
+
+
+NOT_ASKED, SAYS_SO = "training.compile is false", "training.compile says so"
+
+
+class Compilation(NamedTuple):
+    """How the step of a session is compiled, and why so."""
+
+    how: Literal["no", "block", "whole"]
+    why: str
+
+    def __str__(self) -> str:
+        words = {"no": "not compiled", "block": "compiled block by block", "whole": "compiled as one graph"}
+        return f"{words[self.how]}: {self.why}"
 
 
 class Unread(Protocol):
@@ -95,6 +109,14 @@ class Session(ABC):
     def outcome(self) -> str:
         """How many matmuls run narrow and why no more do, if that is less than the policy's name says."""
         return ""
+
+    @property
+    def compilation(self) -> Compilation:
+        """How the step is compiled, and why so."""
+        backend, asked = self.config.backend, self.config.training.compile
+        if asked or backend == "jax":
+            return Compilation("whole", f"{backend} compiles a step as a whole")
+        return Compilation("no", NOT_ASKED)
 
     @property
     @abstractmethod

@@ -13,26 +13,39 @@ Beside them are the angles of rotary positions, which are numbers of a model too
 """
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from halfstep.config.model import ModelConfig, Shape, parameter_shapes
 from halfstep.config.policy_schedule import held, rule_names
+from halfstep.core import host
 from halfstep.core.formats import Format
 from halfstep.core.philox import tensor_id
 from halfstep.core.policy import Policy
 from halfstep.core.state_format import OF_BACKEND, OF_POLICY, Stored, convert
+
+MOST_DRAWN = 8  # tensors that are drawn at once, and wait for the caller at most
 
 # Every parameter of a model once, by name, in fp32.
 Weights = Iterable[tuple[str, NDArray[np.float32]]]
 
 
 def initial_weights(model: ModelConfig, seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Yields the name and initial value of every parameter."""
-    for name, shape in parameter_shapes(model).items():
-        yield name, _initial(model, seed, name, shape)
+    """Yields the name and initial value of every parameter. Several at once draw from streams of their own."""
+    count = min(host.threads() or 1, MOST_DRAWN)
+    with ThreadPoolExecutor(count) as pool:
+        shapes = parameter_shapes(model).items()
+        draws = ((name, pool.submit(_initial, model, seed, name, shape)) for name, shape in shapes)
+        ahead = deque(islice(draws, count))
+        while ahead:
+            name, value = ahead.popleft()
+            yield name, value.result()
+            ahead.extend(islice(draws, 1))
 
 
 def _initial(model: ModelConfig, seed: int, name: str, shape: Shape) -> NDArray[np.float32]:
@@ -54,7 +67,9 @@ def _initial(model: ModelConfig, seed: int, name: str, shape: Shape) -> NDArray[
     if writes:
         std /= math.sqrt(2 * model.layers)
     generator = np.random.Generator(np.random.Philox(key=[seed, tensor_id(name)]))
-    return generator.standard_normal(shape, np.float32) * np.float32(std)
+    values = generator.standard_normal(shape, np.float32)
+    values *= np.float32(std)
+    return values
 
 
 def rope_tables(model: ModelConfig) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

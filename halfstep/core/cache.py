@@ -15,13 +15,13 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Generic
 
-from halfstep.core.choice.layers import Earlier, Timer, W, narrow_formats
+from halfstep.core.choice.layers import Ahead, Earlier, Job, Timer, W, narrow_formats
 from halfstep.core.precision import Precision
 
 VARIABLE, OFF = "HALFSTEP_CACHE", "off"
@@ -52,6 +52,7 @@ class CachedTimer(Generic[W]):
 
     def __init__(self, timer: Timer[W], backend: str, version: Callable[[], str]):
         self.timer, self.backend, self.version = timer, backend, version
+        self._ahead: dict[Job[W], list[float]] = {}
 
     @property
     def path(self) -> Path | None:
@@ -63,17 +64,30 @@ class CachedTimer(Generic[W]):
         """Returns the seconds of a layer in each precision, from the file if it has them."""
         path = self.path
         if path is None:
-            return self.timer(work, precisions)
-        name = f"{_describe(work)}, in {_describe_precisions(precisions)}"
+            return self._time(work, precisions)
+        name = _name(work, precisions)
         if name in (known := self._read(path)):
             return Earlier(known[name], path)
-        seconds = self.timer(work, precisions)
+        seconds = self._time(work, precisions)
         try:
             self._write(path, {**self._read(path), name: seconds})
         except OSError as error:
             why = f"what layers take cannot be kept for the next run: {error}"
             warnings.warn(f"{why}; {VARIABLE} names another folder, or `{OFF}`", stacklevel=2)
         return seconds
+
+    def time_ahead(self, several: Callable[[Sequence[Job[W]]], Mapping[Job[W], list[float]]]) -> Ahead[W]:
+        """Returns a function that times what the file does not have, by `several`, for the calls that follow."""
+
+        def ahead(jobs: Sequence[Job[W]]) -> None:
+            known = {} if self.path is None else self._read(self.path)
+            self._ahead = dict(several([job for job in jobs if _name(*job) not in known]))
+
+        return ahead
+
+    def _time(self, work: W, precisions: Sequence[Precision]) -> list[float]:
+        wide, narrow = precisions
+        return self._ahead.pop((work, (wide, narrow)), []) or self.timer(work, precisions)
 
     def _read(self, path: Path) -> dict[str, list[float]]:
         if not path.exists():
@@ -87,6 +101,10 @@ class CachedTimer(Generic[W]):
         part = path.with_name(f".{path.name}.{os.getpid()}")
         part.write_text(json.dumps({**about, "seconds": seconds}, indent=1), encoding="utf-8")
         part.replace(path)
+
+
+def _name(work: Any, precisions: Sequence[Precision]) -> str:
+    return f"{_describe(work)}, in {_describe_precisions(precisions)}"
 
 
 def _describe(work: Any) -> str:

@@ -1,5 +1,6 @@
 """What the operating system says about the machine that this process runs on."""
 
+import math
 import os
 import platform
 import subprocess
@@ -31,6 +32,13 @@ def memory() -> int | None:
     except OSError:
         limit = ""
     return min(installed, int(limit)) if limit.isdecimal() else installed
+
+
+def format_bytes(number: float) -> str:
+    """Returns a number of bytes in the unit that suits it: `1.2 GiB`."""
+    units = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
+    power = min(int(math.log2(number) // 10), len(units) - 1) if number >= 1 else 0
+    return f"{number:.0f} bytes" if power == 0 else f"{number / 1024**power:.1f} {units[power]}"
 
 
 def threads() -> int | None:

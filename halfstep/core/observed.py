@@ -18,7 +18,7 @@ written.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -223,6 +223,35 @@ class Observation:
             {int(exponent): n for exponent, n in stats.to_dict()["exponents"].items()},
             {spec: _what_was_lost(lost) for spec, lost in self.what_if.items()},
         )
+
+
+def first_rows(
+    batch: Any, share: float, leaves: Sequence[Any], change_leaves: Callable[..., Any]
+) -> tuple[Any, float]:
+    """Returns a share of the rows of a batch, at least one, of all arrays with as many as the first; which share.
+
+    `change_leaves` changes what is in a batch, as the framework's own functions on trees do.
+    """
+    sizes = [leaf.shape[0] for leaf in leaves if getattr(leaf, "ndim", 0)]
+    if not sizes:
+        return batch, 1.0
+    kept = max(1, int(sizes[0] * share))
+
+    def cut(leaf: Any) -> Any:
+        return leaf[:kept] if getattr(leaf, "ndim", 0) and leaf.shape[0] == sizes[0] else leaf
+
+    return change_leaves(cut, batch), kept / sizes[0]
+
+
+def samples(
+    layers: Iterable[LayerInfo], observations: Iterable[tuple[str, str, Observation]]
+) -> dict[str, dict[str, Sample]]:
+    """Returns the sample of each role of each layer, of observations by layer and role, several merged."""
+    merged: dict[str, dict[str, Observation]] = {info.name: {} for info in layers}
+    for layer, role, new in observations:
+        before = merged[layer].get(role)
+        merged[layer][role] = new if before is None else before + new
+    return {name: {role: each.sample() for role, each in roles.items()} for name, roles in merged.items()}
 
 
 def _what_was_lost(lost: SignalLost) -> dict[str, Any]:

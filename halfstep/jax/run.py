@@ -28,7 +28,7 @@ from halfstep.core.audit.coverage import Coverage
 from halfstep.core.averages import check_decay
 from halfstep.core.choice.layers import Measured, Timer
 from halfstep.core.errors import RunStateError, warn_caller, warn_renamed
-from halfstep.core.observed import Sample
+from halfstep.core.observed import Sample, first_rows
 from halfstep.core.policy import Policy
 from halfstep.core.refusal import check_numbers
 from halfstep.core.scaling import DynamicScale, ScaleAlarm, ScaleState, stuck_error
@@ -40,7 +40,7 @@ from halfstep.jax.convert.interpret import Interpreter, cast_inside, shown_insid
 from halfstep.jax.fp8 import empty_history, scaling_amaxes
 from halfstep.jax.instruments.coverage import Recorder
 from halfstep.jax.instruments.gradient import merge_rows, watched_gradient
-from halfstep.jax.instruments.monitor import SAMPLE, Monitor, first_rows, update_sums
+from halfstep.jax.instruments.monitor import SAMPLE, Monitor, update_sums
 from halfstep.jax.layers import COMPILER_OPTIONS
 from halfstep.jax.measure import Product, time_product_once
 from halfstep.jax.optim.masters import hold, narrow_moments, widen_masters
@@ -297,7 +297,7 @@ class Step:
             batch = jax.tree.map(
                 lambda leaf: leaf.reshape(-1, *leaf.shape[2:]) if jnp.ndim(leaf) > 1 else leaf, batch
             )
-        reported = self._replay(state, first_rows(batch, share), rng)
+        reported = self._replay(state, first_rows(batch, share, jax.tree.leaves(batch), jax.tree.map)[0], rng)
         return self._monitor.describe(reported, widen_masters(Leaves(state.params).trained, state.remainders))
 
     def coverage(self, state: State, batch: Any, rng: Any = None) -> Coverage:

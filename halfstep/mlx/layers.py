@@ -171,6 +171,11 @@ def plus(x: mx.array, addend: mx.array, casts: Casts) -> mx.array:
     return to_compute(x.astype(mx.float32) + addend.astype(mx.float32), casts)
 
 
+def empty_parameter(*shape: int) -> mx.array:
+    """Returns a parameter that has no values yet."""
+    return mx.zeros(shape)
+
+
 def embedding(weight: mx.array, index: mx.array, casts: Casts) -> mx.array:
     """Returns rows of a table in compute; their gradients are summed in fp32, whatever the table is held in."""
     return to_compute(look_up(weight, index, casts), casts)

@@ -19,13 +19,13 @@ from halfstep.tools.compare.judge import Comparison
 Row = tuple[str, str, str]
 
 
-def conclusion(result: Comparison) -> str:
-    """Returns the verdict in one sentence, with what it rests on."""
+def conclusion(result: Comparison) -> list[str]:
+    """Returns the verdict in one line, and what it rests on in another."""
     verdict = result.verdict
     names = f"{result.a.name} against {result.b.name}"
     if verdict is None:
-        return f"{names}: no verdict, because the losses cannot be compared"
-    return f"{names}: {verdict.kind.upper()}. {_reason(result, verdict)}"
+        return [f"{names}: no verdict, because the losses cannot be compared"]
+    return [f"{names}: {verdict.kind.upper()}", _reason(result, verdict)]
 
 
 def _reason(result: Comparison, verdict: Verdict) -> str:
@@ -34,6 +34,8 @@ def _reason(result: Comparison, verdict: Verdict) -> str:
         return f"{verdict.diverged} of {plural(a, 'run')} ended without a finite loss."
     of = f"mean gap of {plural(a, 'pair')}" if result.seeds else f"gap between the means of {a} and {b} runs"
     gap = f"The {of} is {signed(verdict.mean)}"
+    if result.behind is not None:
+        gap += f" ({plural(result.behind, 'step')})"
     if min(a, b) == 1:
         one = "pair" if result.seeds else "run"
         return f"{gap}, and one {one} says nothing about luck: train about 4 seeds of each."
@@ -56,6 +58,12 @@ def evidence(result: Comparison) -> list[Row]:
         finite = all(map(math.isfinite, a.losses))
         spread = plain(float(np.std(a.losses, ddof=1))) if finite else "not a number"
         rows.append(("spread over seeds", spread, plain(result.spread)))
+    if result.correlation is not None:
+        rows.append(("correlation of the pairs", f"{result.correlation:.2f}", ""))
+    if result.verdict is not None and result.behind is not None:
+        more = f"about {result.behind:,} more"
+        both = (more, "") if result.verdict.mean > 0 else ("", more)
+        rows.append(("steps to the loss of the other", *both))
     if a.tokens_per_second and b.tokens_per_second:
         # No ratio: the runs were made one after the other, beside whatever else the machine did.
         rows.append(("tokens per second, when it ran", count(a.tokens_per_second), count(b.tokens_per_second)))
@@ -87,7 +95,7 @@ def html(result: Comparison) -> str:
     return fill(
         "compare.html",
         title=f"{result.a.name} against {result.b.name}",
-        headline=conclusion(result),
+        headline=". ".join(conclusion(result)),
         kind=None if result.verdict is None else result.verdict.kind,
         tiles=_tiles(result),
         result=result,

@@ -170,31 +170,14 @@ def linear(
         x = round_to_compute(x, casts) if casts.emulate else x
         if transformed and casts.wide is None:
             return linear_in_steps(x, values, check_transformed(owner, casts), bias, casts)
-        if torch.compiler.is_compiling():
-            return _traced_linear(x, values, owner, bias, casts, history, loss_casts, lean)
+        chunks = losses.LEAN_CHUNKS if lean else 1
         with drop_recomputable(x):
             if casts.wide is not None:
-                return narrow_linear(x, values, owner, bias, casts, history)
-            return apply_linear(x, values, owner, None if bias is None else bias.detach(), bias, casts)
-
-
-def _traced_linear(
-    x: Tensor,
-    values: Tensor,
-    owner: Tensor,
-    bias: Tensor | None,
-    casts: Casts,
-    history: History | None,
-    loss_casts: Casts | None,
-    lean: bool,
-) -> Tensor:
-    """Returns the product, with what its loss needs if the two are fused."""
-    chunks = losses.LEAN_CHUNKS if lean else 1
-    if casts.wide is not None:
-        return narrow_linear(x, values, owner, bias, casts, history, chunks)
-    past = (None, None) if loss_casts is None else amaxes_of(history, loss_casts, trained=True)
-    of_loss = ("" if loss_casts is None else loss_casts.words, chunks, *past)
-    return apply_linear(x, values, owner, None if bias is None else bias.detach(), bias, casts, of_loss=of_loss)
+                return narrow_linear(x, values, owner, bias, casts, history, chunks)
+            past = (None, None) if loss_casts is None else amaxes_of(history, loss_casts, trained=True)
+            of_loss = ("" if loss_casts is None else loss_casts.words, chunks, *past)
+            added = None if bias is None else bias.detach()
+            return apply_linear(x, values, owner, added, bias, casts, of_loss=of_loss)
 
 
 def check_transformed(weight: Tensor, casts: Casts) -> Tensor:
@@ -235,33 +218,29 @@ def embedding(
 
 def rms_norm(x: Tensor, gain: Tensor | None, casts: Casts, eps: float | None = 1e-6, *, dims: int = 1) -> Tensor:
     """Returns x / sqrt(mean(x^2) + eps) * gain over the last dims: inside in the norm format, out in compute."""
-    with torch._C.DisableTorchFunction():
-        if _is_plain_norm(x, gain, casts):
-            return normalize(x, gain, None, eps, dims, casts.compute, False)
-        x, gain = island(x, "norm", casts), gain if gain is None else island_parameter(gain, "norm", casts)
-        return exit_island(torch.rms_norm(x, x.shape[-dims:], gain, eps), "norm", casts)
-
-
-def _is_plain_norm(x: Tensor, gain: Tensor | None, casts: Casts) -> bool:
-    """Whether the norm is fp32 inside, native, and has fp32 gains, as in most layers."""
-    known = x.dtype is casts.compute or x.dtype is torch.float32
-    known = known and casts.fp32_norm and (gain is None or gain.dtype is torch.float32)
-    return known and not torch._C._is_any_autocast_enabled()
+    return _norm(x, gain, None, casts, eps, dims, centered=False)
 
 
 def layer_norm(
     x: Tensor, gain: Tensor | None, bias: Tensor | None, casts: Casts, eps: float = 1e-5, *, dims: int = 1
 ) -> Tensor:
     """Returns (x - mean) / sqrt(variance + eps) * gain + bias over the last dims, in the formats of `rms_norm`."""
+    return _norm(x, gain, bias, casts, eps, dims, centered=True)
+
+
+def _norm(
+    x: Tensor, gain: Tensor | None, bias: Tensor | None, casts: Casts, eps: Any, dims: int, *, centered: bool
+) -> Tensor:
     with torch._C.DisableTorchFunction():
-        if _is_plain_norm(x, gain, casts):
-            return normalize(x, gain, bias, eps, dims, casts.compute, True)
-        x, gain, bias = (
-            island(x, "norm", casts),
-            island_parameter(gain, "norm", casts),
-            island_parameter(bias, "norm", casts),
-        )
-        return exit_island(torch.layer_norm(x, x.shape[-dims:], gain, bias, eps), "norm", casts)
+        known = x.dtype is casts.compute or x.dtype is torch.float32
+        known = known and casts.fp32_norm and (gain is None or gain.dtype is torch.float32)
+        if known and not torch._C._is_any_autocast_enabled():  # as in most layers
+            return normalize(x, gain, bias, eps, dims, casts.compute, centered)
+        x = island(x, "norm", casts)
+        gain, bias = (island_parameter(parameter, "norm", casts) for parameter in (gain, bias))
+        shape = x.shape[-dims:]
+        y = torch.layer_norm(x, shape, gain, bias, eps) if centered else torch.rms_norm(x, shape, gain, eps)
+        return exit_island(y, "norm", casts)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, casts: Casts, softcap: float = 0.0) -> Tensor:
@@ -306,16 +285,30 @@ def linear_cross_entropy(
             values, owner = operand_of(weight, casts.whole)
         else:
             values, owner = cached_cast(weight, casts.compute), weight
-        return _linear_losses(x, values, owner, bias, targets, casts, history, terms, chunks, size)
+        given = (x, values, owner, bias, targets, casts)
+        if casts.wide is not None:
+            return narrow_losses(*given, history, terms, chunks, size)
+        return losses.linear_losses(*given, terms, chunks, size)
 
 
-def _linear_losses(
-    x: Tensor, values: Tensor, owner: Tensor, bias: Tensor | None, targets: Tensor, casts: Casts,
-    history: History | None, terms: losses.Terms, chunks: int, size: int = 0,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    if casts.wide is not None:
-        return narrow_losses(x, values, owner, bias, targets, casts, history, terms, chunks, size)
-    return losses.linear_losses(x, values, owner, bias, targets, casts, terms, chunks, size)
+def parameter_to_compute(parameter: Tensor, casts: Casts) -> Tensor:
+    """Returns a parameter of no matmul in compute, with its gradient in the format of weight gradients."""
+    return to_compute(with_weight_grad_format(parameter, casts), casts)
+
+
+def times(x: Tensor, factor: Tensor, casts: Casts) -> Tensor:
+    """Multiplies an activation by a parameter in compute."""
+    return round_to_compute(factor * x, casts)
+
+
+def plus(x: Tensor, addend: Tensor, casts: Casts) -> Tensor:
+    """Adds a parameter in compute to an activation."""
+    return round_to_compute(x + addend, casts)
+
+
+def empty_parameter(*shape: int) -> nn.Parameter:
+    """Returns a parameter that has no values yet."""
+    return nn.Parameter(torch.empty(shape))
 
 
 def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor, casts: Casts) -> Tensor:
@@ -423,12 +416,8 @@ class Norm(Layer):
     def forward(self, x: Tensor) -> Tensor:
         """Returns the normalized input."""
         casts, eps = self.casts or casts_like(x), self.eps
-        if self.kind == "layer":
-            if self.halfstep.recomputed:
-                return recompute_in_backward(
-                    lambda x, g, b: layer_norm(x, g, b, casts, eps), x, self.weight, self.bias
-                )
-            return layer_norm(x, self.weight, self.bias, casts, eps)
+        norm: Any = layer_norm if self.kind == "layer" else rms_norm
+        held = (self.weight, self.bias) if self.kind == "layer" else (self.weight,)
         if self.halfstep.recomputed:
-            return recompute_in_backward(lambda x, g: rms_norm(x, g, casts, eps), x, self.weight)
-        return rms_norm(x, self.weight, casts, eps)
+            return recompute_in_backward(lambda x, *held: norm(x, *held, casts, eps), x, *held)
+        return norm(x, *held, casts, eps)  # type: ignore[no-any-return]

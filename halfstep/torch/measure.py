@@ -133,9 +133,16 @@ class LayerWork:
 
 
 def time_layer(
-    work: LayerWork, precisions: Sequence[Precision], *, clock: Clock = time.perf_counter
+    work: LayerWork,
+    precisions: Sequence[Precision],
+    *,
+    before: Callable[[Sequence[Run]], None] = lambda runs: None,
+    clock: Clock = time.perf_counter,
 ) -> list[float]:
-    """Returns the seconds of a training pass of the layer in each precision: medians of alternating turns."""
+    """Returns the seconds of a training pass of the layer in each precision: medians of alternating turns.
+
+    `before` is called with what will run, in each precision, before it does.
+    """
     bench = _Bench(work.device)
     rounds, count = (3, 1) if work.device.type == "cpu" else (7, PASSES)
     on_device = work.compiled and work.device.type == "cuda"
@@ -143,6 +150,7 @@ def time_layer(
     with warnings.catch_warnings(), torch.enable_grad(), torch.random.fork_rng(), _tf32_restored(), stream:
         warnings.simplefilter("ignore")
         runs = [bench.start_layer(work, precision) for precision in precisions]
+        before(runs)
         for run in runs:
             run(3)  # compiles, and selects kernels
         _wait(work.device)

@@ -14,18 +14,20 @@ Shapes: B batch, T tokens of a sequence, D width, H heads, K features of a head,
 """
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.config.model import ModelConfig, module_names, parameter_shapes
-from halfstep.config.weights import Weights, initial_weights
+from halfstep.config import decoder, weights
+from halfstep.config.model import ModelConfig, parameter_shapes
+from halfstep.config.session import NOT_ASKED, SAYS_SO, Compilation
+from halfstep.config.weights import Weights
 from halfstep.torch import layers
 from halfstep.torch.kernels.activations import gelu, squared_relu
-from halfstep.torch.layers import CastedLinear, Layer, Matmul, Norm
+from halfstep.torch.layers import Layer, Matmul, Norm, casts_like
 from halfstep.torch.loss.coded import why_not_coded
 from halfstep.torch.loss.plain import LEAN_CHUNKS, Terms, why_no_kernel
 from halfstep.torch.numerics import attention
@@ -34,29 +36,26 @@ from halfstep.torch.numerics.matmul import why_not_fused
 from halfstep.torch.numerics.recompute import drop_recomputable, recompute_in_backward
 from halfstep.torch.numerics.record import update_record
 
+# Of blocks that are compiled one by one: dynamo compiles a function eight times at most, also without gradients.
+MOST_KINDS = 3
+LEAST_WORK = 2e11  # FLOPs of a block in both passes: an H200 takes some 0.3 ms, and the host to launch them
 
-class Decoder(Layer):
+
+class Decoder(decoder.Decoder, Layer):
     """A decoder-only transformer."""
 
+    ops = layers
     cos_TK: Tensor
     sin_TK: Tensor
 
     def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.config = config
-        self.embed = Embedding(config.vocabulary, config.width)
-        self.positions = Embedding(config.context, config.width) if config.positions == "learned" else None
-        self.embed_norm = _norm(config) if config.embedding_norm else None
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.skip_weights = _maybe(config.num_skips > 0, config.num_skips, config.width)
-        self.final_norm = _norm(config)
-        self.lm_head = Head(config)
+        super().__init__(
+            config, Embedding, nn.ModuleList(Block(config) for _ in range(config.layers)), Head(config)
+        )
         cos_TK, sin_TK = rope_tables(config)
         self.register_buffer("cos_TK", cos_TK, persistent=False)
         self.register_buffer("sin_TK", sin_TK, persistent=False)
-        self.skip_sources = [config.skip_into(layer) for layer in range(config.layers)]
         self.loss_chunks = 1  # in which the head's logits are made, if its loss is fused with it (plain.py)
-        self.recompute = False  # whether the backward pass runs blocks again instead of keeping their activations
         assert {name: tuple(p.shape) for name, p in self.named_parameters()} == parameter_shapes(config)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
@@ -64,28 +63,15 @@ class Decoder(Layer):
 
         With targets, the sum over all of them of the negative log-likelihood instead, in the loss format.
         """
-        casts = self.casts
-        x_BTD = self.embed(tokens_BT)
-        if self.positions is not None:
-            x_BTD = round_to_compute(x_BTD + self.positions.rows(tokens_BT.shape[1]), casts)
-        if self.embed_norm is not None:
-            x_BTD = self.embed_norm(x_BTD)
-        x0_BTD, first_values, again = x_BTD, None, self.recompute and torch.is_grad_enabled()
-        skips: list[Tensor] = []
-        angles = (self.cos_TK[: tokens_BT.shape[1]], self.sin_TK[: tokens_BT.shape[1]])
-        for block, source in zip(self.blocks, self.skip_sources, strict=True):
-            if self.skip_weights is not None and source is not None:
-                weight_D = to_compute(with_weight_grad_format(self.skip_weights, casts)[source], casts)
-                x_BTD = round_to_compute(x_BTD + round_to_compute(weight_D * skips[source], casts), casts)
-            given = (x_BTD, x0_BTD, first_values, angles)
+        again = self.recompute and torch.is_grad_enabled()
+
+        def call(block: nn.Module, *given: Any) -> Any:
             if again:  # nothing in a block is random, so no RNG state is kept
-                x_BTD, values = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x_BTD, values = block(*given)
-            first_values = values if first_values is None else first_values
-            if self.skip_weights is not None and len(skips) < len(self.skip_weights):
-                skips.append(x_BTD)
-        return self.after_blocks(x_BTD, targets_BT)
+                return checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)
+            return block(*given)
+
+        angles = (self.cos_TK[: tokens_BT.shape[1]], self.sin_TK[: tokens_BT.shape[1]])
+        return self.after_blocks(self.stream(tokens_BT, angles, call), targets_BT)
 
     def after_blocks(self, x_BTD: Tensor, targets_BT: Tensor | None) -> Tensor:
         """Returns logits, or the loss, of what came out of the last block."""
@@ -96,6 +82,30 @@ class Decoder(Layer):
         if targets_BT is None:
             return logits  # type: ignore[no-any-return]
         return layers.cross_entropy(logits, targets_BT, self.casts, self.config.softcap)
+
+    def choose_compilation(
+        self, asked: bool | Literal["block", "whole"], tokens: int, *, alone: bool = True
+    ) -> Compilation:
+        """Chooses how a step is compiled: block by block where that is left to us and later steps are as fast.
+
+        `tokens` are those of a micro-batch; the process is `alone`, or shares the run with others. The policy is
+        applied before: blocks in other formats differ.
+        """
+        if asked is not True:
+            return Compilation(asked, SAYS_SO) if asked else Compilation("no", NOT_ASKED)
+        count, kinds = len(self.blocks), len({_kind(block) for block in self.blocks}) + self.config.value_residual
+        work = 6 * tokens * sum(parameter.numel() for parameter in self.blocks[0].parameters())
+        if not alone:
+            return Compilation("whole", "it has not been timed otherwise where processes share a run")
+        if self.skip_weights is not None:
+            return Compilation("whole", "U-net skips are added between its blocks")
+        if self.recompute:
+            return Compilation("whole", "a block that runs again by itself does more than its gradients need")
+        if 2 * kinds > count or kinds > MOST_KINDS:
+            return Compilation("whole", "the graph of a block would serve too few others")
+        if work < LEAST_WORK:
+            return Compilation("whole", "its blocks are so small that launching them takes longer")
+        return Compilation("block", f"its {count} blocks are {f'of {kinds} kinds' if kinds > 1 else 'alike'}")
 
     def compile_blocks(self, **options: Any) -> None:
         """Compiles each block by itself, which is one compilation for all of them, and what follows the last."""
@@ -128,7 +138,7 @@ class Decoder(Layer):
                 update_record(part, recomputed=True)
         named = [(name, part) for name, part in self.named_modules() if part not in inside]
         activated = [name for name, part in named if isinstance(part, MLP) and not part.keeps_one]
-        return (*(name for name, part in named if isinstance(part, Norm | HeadNorm)), *activated)
+        return (*(name for name, part in named if isinstance(part, Norm)), *activated)
 
     def attention_kernels(self) -> list[str]:
         """Returns how the blocks compute attention; empty on devices where torch has one way to."""
@@ -147,14 +157,6 @@ class Decoder(Layer):
         mlps = [part for part in self.modules() if isinstance(part, MLP)]
         return next(filter(None, (part.why_gelu_apart(self.cos_TK) for part in mlps)), "")
 
-    def module_names(self) -> list[str]:
-        """Returns the names that rules match."""
-        return module_names(self.config)
-
-    def initialize(self, seed: int) -> None:
-        """Sets every parameter to its initial value, the same on every backend."""
-        self.set_weights(initial_weights(self.config, seed))
-
     @torch.no_grad()
     def set_weights(self, weights: Weights) -> None:
         """Sets every parameter to the value given for its name."""
@@ -164,57 +166,22 @@ class Decoder(Layer):
         assert not parameters, "some parameters were not given"
 
 
-class Block(Layer):
+class Block(decoder.Block, Layer):
     """Attention and MLP, each added to the residual stream."""
 
+    ops = layers
+
     def __init__(self, config: ModelConfig):
-        super().__init__()
-        shortcut = {"none": (), "scalar": (2,), "channel": (2, config.width)}[config.embedding_shortcut]
-        self.residual_mix = _maybe(bool(shortcut), *shortcut)
-        self.attn_norm = _norm(config)
-        self.attn = Attention(config)
-        self.attn_scale = _maybe(config.branch_scale, config.width)
-        self.mlp_norm = _norm(config)
-        self.mlp = MLP(config)
-        self.mlp_scale = _maybe(config.branch_scale, config.width)
-
-    def forward(
-        self, x_BTD: Tensor, x0_BTD: Tensor, first_values: Tensor | None, angles: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns the stream after the block, and the values of its attention, if other blocks mix them in."""
-        casts = self.casts
-        if self.residual_mix is not None:
-            mix = to_compute(with_weight_grad_format(self.residual_mix, casts), casts)
-            x_BTD = round_to_compute(
-                round_to_compute(mix[0] * x_BTD, casts) + round_to_compute(mix[1] * x0_BTD, casts), casts
-            )
-        y_BTD, values = self.attn(self.attn_norm(x_BTD), first_values, angles)
-        x_BTD = self._add(x_BTD, y_BTD, self.attn_scale)
-        return self._add(x_BTD, self.mlp(self.mlp_norm(x_BTD)), self.mlp_scale), values
-
-    def _add(self, x_BTD: Tensor, y_BTD: Tensor, scale_D: Tensor | None) -> Tensor:
-        casts = self.casts
-        y_BTD = to_compute(y_BTD, casts)
-        if scale_D is not None:
-            y_BTD = round_to_compute(to_compute(with_weight_grad_format(scale_D, casts), casts) * y_BTD, casts)
-        return round_to_compute(to_compute(x_BTD, casts) + y_BTD, casts)
+        super().__init__(config, Attention(config), MLP(config))
 
 
-class Attention(Layer):
+class Attention(decoder.Attention, Layer):
     """Causal self-attention."""
 
+    ops = layers
+
     def __init__(self, config: ModelConfig):
-        super().__init__()
-        head = self.size_of_head = config.size_of_head
-        self.rotary = config.positions == "rotary"
-        self.q = CastedLinear(config.width, config.heads * head, config.bias)
-        self.k = CastedLinear(config.width, config.num_kv_heads * head, config.bias)
-        self.v = CastedLinear(config.width, config.num_kv_heads * head, config.bias)
-        self.value_mix = _maybe(config.value_residual)
-        self.q_norm = HeadNorm(config) if config.qk_norm != "none" else None
-        self.k_norm = HeadNorm(config) if config.qk_norm != "none" else None
-        self.q_gain = _maybe(config.q_gain, config.heads)
-        self.o = CastedLinear(config.heads * head, config.width, config.bias)
+        super().__init__(config, HeadNorm)
 
     def forward(
         self, x_BTD: Tensor, first_values: Tensor | None, angles: tuple[Tensor, Tensor]
@@ -224,15 +191,11 @@ class Attention(Layer):
         In memory, heads stay inside tokens, where matmuls leave and want them: attention returns its result as its
         queries are, and a norm of transposed ones would copy them, and so what follows.
         """
-        casts, heads = self.casts, (-1, self.size_of_head)
+        heads = (-1, self.size_of_head)
         q_BTHK, k_BTHK, v_BTHK = [w(x_BTD).unflatten(-1, heads) for w in (self.q, self.k, self.v)]
         v_BHTK = v_BTHK.transpose(1, 2)
         values = None if self.value_mix is None else v_BHTK
-        if self.value_mix is not None and first_values is not None:
-            mix = to_compute(with_weight_grad_format(self.value_mix, casts), casts)
-            v_BHTK = round_to_compute(
-                v_BHTK + round_to_compute(mix * round_to_compute(first_values - v_BHTK, casts), casts), casts
-            )
+        v_BHTK = self.mixed_values(v_BHTK, first_values)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHK, k_BTHK = self.q_norm(q_BTHK), self.k_norm(k_BTHK)
         if self.rotary and self.halfstep.recomputed and self.q_norm is not None:
@@ -241,7 +204,7 @@ class Attention(Layer):
         else:
             q_BHTK, k_BHTK = self._place_heads(q_BTHK, *angles, self.q_gain), self._place_heads(k_BTHK, *angles)
         with drop_recomputable(q_BHTK, k_BHTK) if self.halfstep.recomputed else nullcontext():
-            y_BHTK = attention.attention(q_BHTK, k_BHTK, v_BHTK, casts)
+            y_BHTK = attention.attention(q_BHTK, k_BHTK, v_BHTK, self.casts)
         return self.o(y_BHTK.transpose(1, 2).flatten(2)), values
 
     def kernel(self, config: ModelConfig, device: torch.device) -> str:
@@ -256,21 +219,14 @@ class Attention(Layer):
         if self.rotary:
             x_BTHK = layers.rotate(x_BTHK, cos_TK[:, None], sin_TK[:, None], casts)
         if gain_H is not None:
-            x_BTHK = round_to_compute(
-                x_BTHK * to_compute(with_weight_grad_format(gain_H, casts), casts)[:, None], casts
-            )
+            x_BTHK = layers.times(x_BTHK, layers.parameter_to_compute(gain_H, casts)[:, None], casts)
         return x_BTHK.transpose(1, 2)
 
 
-class MLP(Layer):
+class MLP(decoder.MLP, Layer):
     """Two or three matmuls around a nonlinearity."""
 
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.kind = config.mlp
-        self.up = CastedLinear(config.width, config.size_of_mlp, config.bias)
-        self.gate = CastedLinear(config.width, config.size_of_mlp, config.bias) if config.mlp == "swiglu" else None
-        self.down = CastedLinear(config.size_of_mlp, config.width, config.bias)
+    ops = layers
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Returns what the MLP adds to the stream."""
@@ -373,34 +329,24 @@ class Head(Matmul):
         return [self.size]
 
 
-class HeadNorm(Layer):
+class HeadNorm(Norm):
     """Root-mean-square normalization of each head's features."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.eps = config.epsilon_of("rms")
-        self.weight = _maybe(config.qk_norm == "gain", config.size_of_head)
 
     def forward(self, x_BTHK: Tensor) -> Tensor:
         """Returns the normalized heads."""
-        casts, eps = self.casts, self.eps
         # Compiled code fuses the norm with the turning that follows, which is marked: torch keeps what is between.
-        if self.halfstep.recomputed and not torch.compiler.is_compiling():
-            return recompute_in_backward(lambda x, g: layers.rms_norm(x, g, casts, eps), x_BTHK, self.weight)
-        return layers.rms_norm(x_BTHK, self.weight, casts, eps)
+        if torch.compiler.is_compiling():
+            return layers.rms_norm(x_BTHK, self.weight, self.casts or casts_like(x_BTHK), self.eps)
+        return super().forward(x_BTHK)
 
 
 def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Returns cos and sin of position * base^(-2i/K), twice side by side; angles in fp64, tables in fp32."""
-    half = config.size_of_head // 2
-    rates = config.rope_base ** -(torch.arange(half, dtype=torch.float64) / half)
-    angles = torch.outer(torch.arange(config.context, dtype=torch.float64), rates).repeat(1, 2)
-    return angles.cos().float(), angles.sin().float()
+    """Returns cos and sin of the angle of each position (config.weights)."""
+    cos_TK, sin_TK = map(torch.tensor, weights.rope_tables(config))
+    return cos_TK, sin_TK
 
 
-def _norm(config: ModelConfig) -> Norm:
-    return Norm(config.width, config.norm, config.norm_gain, config.bias, config.epsilon_of(config.norm))
-
-
-def _maybe(wanted: bool, *shape: int) -> nn.Parameter | None:
-    return nn.Parameter(torch.empty(shape)) if wanted else None
+def _kind(block: nn.Module) -> tuple[Any, ...]:
+    """Returns what blocks have in common if one graph serves them: shapes and formats."""
+    shapes = tuple((name, parameter.shape, parameter.dtype) for name, parameter in block.named_parameters())
+    return shapes, tuple(part.casts for part in block.modules() if isinstance(part, Layer))

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from halfstep.config.run import RunConfig
+from halfstep.config.session import Compilation, Tokens
 from halfstep.config.session import Session as Shell
-from halfstep.config.session import Tokens
 from halfstep.config.weights import Weights
 from halfstep.core.audit.cause import Cause
 from halfstep.core.compare.shadow import Shadow
@@ -34,6 +34,7 @@ from halfstep.torch.optim.optimizers import build_optimizers
 from halfstep.torch.parallel.ranks import exclude_from_ddp, from_all_ranks, in_group, num_ranks, share
 from halfstep.torch.run import Run
 from halfstep.torch.state import Copies, load_state, load_weights, restored, rows_here, state_of, stored, written
+from halfstep.torch.timers import start_timers
 from halfstep.torch.update.graph import check_graph, why_not_with
 from halfstep.torch.update.readback import Readback
 from halfstep.torch.update.step import StepResult
@@ -51,6 +52,17 @@ def num_shards(config: RunConfig) -> int:
 def local_ranks() -> int:
     """Returns how many processes of the job this machine has."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks()))
+
+
+def start_compiler(device: str | None, *, measured: bool) -> None:
+    """Starts the processes that compile for a GPU, and those that time layers if the policy is `measured`."""
+    kind = as_device(device or devices()[0]).type
+    if measured and kind == "cuda":
+        start_timers()
+    if kind in ("cuda", "xpu"):  # until they run, this process compiles kernels one by one
+        from torch._inductor.async_compile import maybe_warm_pool  # imports dynamo, which takes seconds
+
+        maybe_warm_pool()
 
 
 class Session(Shell):
@@ -82,9 +94,11 @@ class Session(Shell):
         config, self.policy = self.config, policy
         self.model = Decoder(config.model)
         self.model.recompute = config.training.recompute_blocks
+        for parameter in self.model.parameters():  # each weight is sent as soon as it is drawn, and once
+            parameter.data = torch.empty_like(parameter, device=self.device)
+        self.model.to(self.device)  # its tables
         if weights is not None:
             self.model.set_weights(weights)
-        self.model.to(self.device)
         tokens, names = config.training.batch * config.model.context, self.model.module_names()
         self._check_policies(
             policy, lambda later: check_policy(self.model, resolve(self.model, later, names), names=names)
@@ -106,9 +120,10 @@ class Session(Shell):
             self._optimizers = build_optimizers(self.model, config.optimizer)
             self.run = Run(self.model, self._optimizers, policy, config.training.clip_norm, **run)
         loss = self.model.loss if self._ddp is None else partial(self.model.loss, called=self._ddp)
-        if config.training.compile == "block":
+        self._compilation = self.model.choose_compilation(config.training.compile, tokens, alone=not in_group())
+        if self._compilation.how == "block":
             self.model.compile_blocks()
-        self._loss = torch.compile(loss) if config.training.compile is True else loss
+        self._loss = torch.compile(loss) if self._compilation.how == "whole" else loss
 
     def _release(self) -> None:
         super()._release()
@@ -123,6 +138,10 @@ class Session(Shell):
         exclude_from_ddp(self.model, self.conversion.reduced_by_run())
         called = share(self.model, list(self.model.blocks), config.parallel.shard, local_ranks())
         self._ddp = None if called is self.model else called
+
+    @property
+    def compilation(self) -> Compilation:
+        return self._compilation
 
     @property
     def notes(self) -> list[str]:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from halfstep.core import state_format
 from halfstep.core.averages import to_state
 from halfstep.core.errors import StateError, type_name
 from halfstep.core.formats import FP32
@@ -39,10 +40,7 @@ from halfstep.torch.optim.drivers import held_by, is_moment, label
 from halfstep.torch.parallel.ranks import in_group
 from halfstep.torch.update.parts import RunParts
 
-# Names of dtypes in a safetensors header.
-_STORED = "float32 bfloat16 float16 float64 int64 int32 int16 int8 uint8 bool"
-_HEADER = "F32 BF16 F16 F64 I64 I32 I16 I8 U8 BOOL"
-DTYPE_NAMES = {getattr(torch, dtype): name for dtype, name in zip(_STORED.split(), _HEADER.split(), strict=True)}
+DTYPE_NAMES = {getattr(torch, kind): name for kind, name in state_format.DTYPE_NAMES.items()}
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -65,7 +63,8 @@ def written(run: RunParts) -> tuple[dict[str, Tensor], dict[str, ShardRows]]:
 
 def rows_here(run: RunParts, name: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
     """Returns which rows of a tensor in a state this rank has, given its whole shape; None if all of it."""
-    shard = _shards(run).get(_parameter(name))
+    kind, _, rest = name.partition(".")
+    shard = _shards(run).get(rest.partition(".")[2].rpartition(".")[0] if kind == "optimizer" else rest)
     return None if shard is None or tuple(shard.shape) != shape else shard_rows(shard)[:2]
 
 
@@ -154,14 +153,12 @@ def load_weights(run: RunParts, given: Mapping[str, Tensor]) -> None:
 def to_dict(run: RunParts) -> dict[str, Any]:
     """Returns a state with its policy and the optimizers' settings, in plain Python values and tensors."""
     numbers = {name: value for name, value in _entries(run) if not isinstance(value, Tensor)}
-    settings = [[_settings(group) for group in optimizer.param_groups] for optimizer in run.optimizers]
+    left_out = ("params", "param_names")
+    groups = [optimizer.param_groups for optimizer in run.optimizers]
+    settings = [[{k: v for k, v in group.items() if k not in left_out} for group in each] for each in groups]
     fixed = {"policy": str(run.policy), "optimizers": [label(o) for o in run.optimizers], "groups": settings}
     rows = {"rows": {name: list(shard_rows(p)) for name, p in shards.items()}} if (shards := _shards(run)) else {}
     return {**fixed, **rows, "numbers": numbers, "tensors": state_of(run)}
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def from_dict(run: RunParts, given: Mapping[str, Any]) -> None:
@@ -265,12 +262,6 @@ def _parameters(run: RunParts) -> dict[str, Tensor]:
 
 def _shards(run: RunParts) -> dict[str, Tensor]:
     return {} if run.sharded is None else {name: p for p, name in run.masters.names.items()}
-
-
-def _parameter(name: str) -> str:
-    """Returns the parameter that a name in a state is about."""
-    kind, _, rest = name.partition(".")
-    return rest.partition(".")[2].rpartition(".")[0] if kind == "optimizer" else rest
 
 
 def _as_held(run: RunParts, given: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ checkpoint, and the data is a function of (seed, step): a resumed run continues 
 
 import math
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,8 +81,10 @@ class Loop:
         ceiling: Ceiling = UNMEASURED,
         corpus: Corpus | None = None,
         job: Job | None = None,
+        begun: float | None = None,
         progress: Callable[..., StepProgress] = StepProgress,
     ):
+        self._begun = time.perf_counter() if begun is None else begun  # when the command was started
         self.job, self._progress = job or Job(), progress
         self.out, self.policy, self.ceiling = out, policy, ceiling
         parts = open_parts(
@@ -118,7 +121,8 @@ class Loop:
         self._gather_warnings()
         self.tally = self._tally_at(self.start)
         devices = self.job.ranks * self.session.num_devices
-        self.meters = Meters(config, self.ceiling, self.session, self.tally.watch, devices=devices)
+        of_run = (config, self.ceiling, self.session, self.tally.watch)
+        self.meters = Meters(*of_run, devices=devices, begun=self._begun)
         self.events = Events(self.out / EVENTS) if owner else NoEvents()
         watching = (self.session, self.meters, self.job, self.events, self.bar.note)
         self.monitor = Monitor(config, *watching, changes_after=self.schedule.changes_after)
@@ -266,9 +270,9 @@ class Loop:
 
     def _steps(self, batches: Iterable[Tokens]) -> None:
         """Launches step after step; `pending` is the one whose numbers were not read yet."""
-        training, pending, self._unreadable = self.config.training, None, None
-        if not self.tally.watch.seconds and (training.compile or self.config.backend == "jax"):
-            self.bar.note("compiling the first step")
+        pending, self._unreadable = None, None
+        if not self.tally.watch.seconds and self.session.compilation.how != "no":
+            self.bar.note(f"the first step is {self.session.compilation}")
         self.tally.watch.start(self.tally.step)
         for batch in self._until_unreadable(self.meters.timed_batches(batches)):
             self._follow_schedule()
@@ -285,7 +289,9 @@ class Loop:
             if pending is not None:
                 self._record(pending)
             pending = result
-            if not self.session.asynchronous or self.stop.requested or self._pauses_after(self.tally.launched):
+            # The first is read when it is done, so that its time has no part of the second.
+            due = self._pauses_after(self.tally.launched) or not self.meters.steps
+            if due or not self.session.asynchronous or self.stop.requested:
                 self._record(pending)
                 pending = None
                 self._pause(self.tally.launched, batch)
@@ -408,6 +414,8 @@ class Loop:
             **shown,
             **self.meters.read(result, steps_per_second),
         )
+        if self.meters.steps == 1:
+            self.bar.note(f"the first step was done {self.meters.until_first_step:.1f} s after the start")
         self.bar.update(tally.step, **shown)
         self.checkpointer.report()
         self.monitor.read(tally.step, numbers)

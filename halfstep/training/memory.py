@@ -12,9 +12,9 @@ from typing import Any
 from halfstep.config.reading import fits_in_memory
 from halfstep.config.run import RunConfig
 from halfstep.core.errors import HalfstepError
+from halfstep.core.host import format_bytes
 from halfstep.core.policy import Policy
 from halfstep.core.roles import Param
-from halfstep.training.telemetry.progress import format_bytes
 
 # The fewest moments an optimizer keeps of a weight: Muon has one of matrices, and two of the rest.
 _MOMENTS = {"adamw": 2, "muon": 1}

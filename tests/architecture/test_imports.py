@@ -33,6 +33,7 @@ BACKEND_ROOMS = [
     {"fusion"},  # passes over the graph of compiled code, which know what layers put into it
     {"model"},
     {"measure"},
+    {"timers"},
     {"convert"},  # modules and functions, and what a policy puts in their place
     {"islands"},
     {"optim"},
@@ -73,6 +74,7 @@ ABSENT_ROOMS = {
     "kernels": "torch alone: JAX compiles a whole step, and MLX has no such kernels yet",
     "loss": "torch alone: cross-entropy in one kernel over narrow logits; the others fuse it by themselves",
     "fusion": "torch alone: XLA and MLX compile whole programs, and are given no passes",
+    "timers": "torch alone: processes that each compile a layer; the others compile all that is timed at once",
     "jaxpr": "JAX alone: the others trace no programs of this kind",
     "pytree": "JAX alone: the others hold parameters in modules",
     "islands": "torch alone: there is a torch.nn whose names people expect",

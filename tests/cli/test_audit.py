@@ -153,13 +153,16 @@ def test_all_rules_are_listed(capsys, data_of):
 def test_a_command_is_run_and_watched(monkeypatch, capsys):
     calls = []
 
-    def played(command, steps, stdout):
+    def played(command, steps, stdout, on_words):
         calls.append((list(command), steps, stdout))
         return SimpleNamespace(records=[Record("script", updates=3)], exit_code=0, notes=["watched 3 updates"])
 
     monkeypatch.setattr(script, "run", played)
     assert run(["audit", "--steps", "3", "--", "python", "train.py", "--lr", "1"]) == 0
-    assert capsys.readouterr().err.splitlines()[0] == "watched 3 updates"
+    assert capsys.readouterr().err.splitlines()[:2] == [
+        "watching 3 updates of `python train.py --lr 1`",
+        "watched 3 updates",
+    ]
     assert run(["audit", "--json", "--", "python", "train.py"]) == 0
     assert calls == [(["python", "train.py", "--lr", "1"], 3, None), (["python", "train.py"], 20, 2)]
 
@@ -169,6 +172,7 @@ def test_a_script_of_which_nothing_was_seen_is_not_called_clean(monkeypatch, cap
     monkeypatch.setattr(script, "run", lambda *_, **__: nothing)
     assert run(["audit", "--", "python", "train.py"]) == 2
     assert capsys.readouterr().err.splitlines() == [
+        "watching 20 updates of `python train.py`",
         "the script made no update",
         "python train.py: nothing was seen, so nothing can be said",
     ]

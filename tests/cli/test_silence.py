@@ -2,7 +2,12 @@
 
 import io
 import math
+import os
 import re
+import select
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,48 +15,80 @@ import pytest
 import halfstep
 from halfstep.cli.main import run
 from halfstep.cli.output import Pulse
-from halfstep.training.telemetry.progress import StepProgress, drop_refusals
+from halfstep.training.telemetry.progress import SILENCE, StepProgress, drop_refusals
 from tests.silence import silences
 
-SLOW = {"torch": 9.0}  # seconds that its import takes longer
+SLOW = {"torch": 9}  # seconds that its import takes longer
 LONGEST = 6.0  # two thirds of it: a busy machine is late, but not by so much
 
 
-def test_signs_of_life_come_soon_at_first_and_then_ever_later():
-    stream = drop_refusals(io.StringIO())
-    stream.heard = 100.0
-    pulse = Pulse(stream)
-    times = [100 + tick / 4 for tick in range(4 * 60)]
+def test_signs_of_life_come_often_for_a_minute_and_then_ever_later():
+    SILENCE[0], SILENCE[1] = 100.0, 0.0
+    pulse = Pulse()
+    times = [100 + tick / 4 for tick in range(4 * 90)]
     spoken = [(now - 100, words) for now in times if (words := pulse.words(now))]
     assert spoken[0] == (2.5, "still working after 2 s")
-    assert [at for at, _ in spoken] == [2.5, 5.0, 7.5, 10.0, 12.5, 15.75, 19.75, 24.75, 31.0, 38.75, 48.5]
-    stream.heard = 160.0  # something else was said
-    assert not pulse.words(162.0)
-    assert pulse.words(162.5)
-    stream.patience = math.inf
+    at = [seconds for seconds, _ in spoken]
+    assert at[:24] == [2.5 * number for number in range(1, 25)]
+    assert at[24:] == [62.5, 65.25, 68.0, 71.0, 74.0, 77.25, 80.5, 84.0, 87.5]
+    SILENCE[0] = 190.0  # something else was said
+    assert not pulse.words(192.0)
+    assert pulse.words(192.5)
+    SILENCE[1] = math.inf
     assert not pulse.words(1e9)
+
+
+def test_what_is_said_ends_a_silence_unless_nobody_gets_it():
+    for stream, heard in ((io.StringIO(), True), (None, False)):
+        SILENCE[0] = 100.0
+        print("word", file=drop_refusals(stream))
+        assert (SILENCE[0] > 100.0) is heard
 
 
 def test_steps_that_take_long_are_no_silence_until_one_takes_twice_as_long():
     now = [100.0]
     with StepProgress(10, stream=io.StringIO(), clock=lambda: now[0]) as bar:
-        pulse = Pulse(bar._stream)
+        pulse = Pulse()
+        now[0] += 60.0
         bar.update(1)
+        assert pulse.words(SILENCE[0] + 2.5), "the first step compiles; how long it takes says nothing of the next"
         now[0] += 30.0
         bar.update(2)
-        begun = bar._stream.heard
+        begun = SILENCE[0]
         assert not pulse.words(begun + 59.0)
         assert pulse.words(begun + 61.0)
-    assert pulse.words(bar._stream.heard + 120.0)
+    assert pulse.words(SILENCE[0] + 120.0)
+
+
+def test_signs_of_life_end_with_a_command_that_is_killed(tmp_path):
+    ours, theirs = os.pipe()
+    code = (
+        "import os; from halfstep.cli.output import signs_of_life\nwith signs_of_life(): os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stderr=theirs).returncode == -signal.SIGKILL
+    os.close(theirs)
+    assert select.select([ours], [], [], 10)[0], "another process holds it"
+    assert os.read(ours, 100) == b""
+    os.close(ours)
 
 
 def test_what_is_imported_slowly_is_announced_and_broken_by_signs_of_life(arguments, out, tmp_path):
     assert run(arguments) == 0
     code, said, gaps = silences(["eval", str(out), "--device", "cpu"], tmp_path, SLOW)
     assert code == 0, said
+    assert "bigram bits" in said.strip().splitlines()[-1], "libraries have nothing to say at the end"
     assert sum(seconds for seconds, _ in gaps) > SLOW["torch"]
     assert max(gaps)[0] < LONGEST, (max(gaps), said)
-    assert re.search(r"loading `.*`\r?\nstill working after [23] s\r?\nstill working after [56]", said)
+    assert re.search(r"loading `.*`\r?\nstill working after \d s\r?\nstill working after \d", said)
+
+
+def test_a_script_that_is_audited_speaks_for_itself_from_its_first_words_on(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import time; time.sleep(4); print('first words', flush=True); time.sleep(4)")
+    _, said, _ = silences(["audit", "--", sys.executable, str(script)], tmp_path, {})
+    before, after = said.split("first words")
+    assert "still working after " in before
+    assert "still working" not in after
 
 
 COMMANDS = {

@@ -1,7 +1,10 @@
+import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from halfstep.config import weights
 from halfstep.config.load import load
 from halfstep.config.model import (
     ModelConfig,
@@ -87,6 +90,27 @@ def test_first_weights_are_those_of_the_sources_and_a_tied_head_is_not_zero():
     assert golf["blocks.0.attn.q.weight"].std() == pytest.approx((3 * 64) ** -0.5, rel=0.05)
     with pytest.raises(SettingConflictError, match="zero_head"):
         ModelConfig(tied=True, zero_head=True)
+
+
+def test_initial_weights_are_drawn_by_several_threads_in_order_and_few_wait_for_the_caller(monkeypatch):
+    model, draw = ModelConfig(layers=3, width=64), weights._initial
+    alone = {name: draw(model, 5, name, shape) for name, shape in parameter_shapes(model).items()}
+    together, begun = threading.Barrier(3), []
+
+    def draw_together(*given):
+        begun.append(given)
+        if len(begun) <= 3:
+            together.wait(timeout=60)
+        return draw(*given)
+
+    monkeypatch.setattr(weights.host, "threads", lambda: 3)
+    monkeypatch.setattr(weights, "_initial", draw_together)
+    drawn = {}
+    for name, value in initial_weights(model, 5):
+        drawn[name] = value
+        assert len(begun) <= len(drawn) + 2
+    assert [*drawn] == [*alone]
+    assert all(np.array_equal(drawn[name], value) for name, value in alone.items())
 
 
 def tiny(*overrides):

@@ -64,6 +64,26 @@ def test_a_second_run_takes_the_timings_of_the_first_and_says_so(folder):
     )
 
 
+def test_what_is_timed_ahead_is_not_timed_again_and_what_is_known_or_failed_is_not_ahead(folder):
+    timed(Device(), [Work(16)])
+    device, asked = Device(), []
+    timer = CachedTimer(device, "torch", lambda: "2.11.0")
+
+    def several(jobs):
+        asked.extend(jobs)
+        return {jobs[0]: [1e-3, 1e-4]}
+
+    keys = {f"layer{amount}": [(Work(amount), NARROW)] for amount in (16, 4096, 8192)}
+    found = measure_layers(keys, timer, lambda error: False, lambda: 0.0, timer.time_ahead(several))
+    assert asked == [(Work(amount), (NARROW.widened(), NARROW)) for amount in (8192, 4096)]
+    assert [work for work, *_ in device.asked] == [Work(4096)]
+    assert "0.1 ms in e4m3" in found.notes["layer8192"]
+    assert (
+        "3 sizes timed compiled in 0.0 s of at most 90 s, at 64 tokens, 1 of them by an earlier run" in found.here
+    )
+    assert "3 of them by an earlier run" in timed(Device(), [Work(16), Work(4096), Work(8192), Work(1)]).here
+
+
 def test_what_is_new_is_timed_beside_what_is_known(folder):
     timed(Device(), [Work(4096)])
     timed(device := Device(), [Work(4096), Work(8192)])

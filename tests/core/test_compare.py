@@ -1,12 +1,23 @@
 """What is concluded from the losses of two ways to train, without training anything."""
 
 import math
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from halfstep.core.compare.divergence import Series, band, first_divergence
-from halfstep.core.compare.gaps import IncomparableError, seed_spread, t_quantile, verdict
+from halfstep.core.compare.gaps import (
+    IncomparableError,
+    correlation,
+    holm,
+    seed_spread,
+    steps_behind,
+    t_quantile,
+    unpaired_verdict,
+    verdict,
+)
 
 # By probability and degrees of freedom, as printed in the NIST/SEMATECH e-Handbook, 1.3.6.7.2.
 PUBLISHED = {
@@ -196,3 +207,59 @@ def test_seeds_that_change_nothing_leave_no_room():
 def test_a_band_needs_four_seeds():
     with pytest.raises(IncomparableError, match="4 seeds"):
         band({"loss": curves(3, np.random.default_rng(5))}, runs=3)
+
+
+def test_p_values_say_what_the_intervals_say():
+    chance = np.random.default_rng(0)
+    kinds = Counter()
+    for _ in range(100):
+        gaps = list(chance.normal(chance.choice([0.0, 0.01, 0.03]), 0.01, chance.integers(2, 12)))
+        losses = list(chance.normal(2, 0.01, len(gaps))), list(chance.normal(2.02, 0.01, 5))
+        for each in (verdict(gaps, delta=0.01), unpaired_verdict(*losses, delta=0.01)):
+            assert (each.p_different < 0.01) == (each.kind == "different")
+            assert (each.p_same <= 0.05) == (each.kind == "same")
+            assert holm([each]) == [each.kind]
+            kinds[each.kind] += 1
+    assert min(kinds.values()) > 10
+
+
+def test_holm_corrects_for_the_number_of_verdicts():
+    """The ps of Holm's own paper would do; these are chosen so that the second falls only after the first."""
+
+    def worth(*ps, kind="p_different"):
+        given = [
+            None if p is None else replace(verdict([0.0, 0.0], delta=0.0), **{"p_same": 1.0, kind: p}) for p in ps
+        ]
+        return [found != "cannot tell" for found in holm(given)]
+
+    assert worth(0.006) == [True]
+    assert worth(0.006, 0.9) == [False, False]
+    assert worth(0.006, 0.004) == [True, True]
+    assert worth(0.006, None) == [False, False]  # a row that is still to run counts
+    assert worth(0.03, 0.02, kind="p_same") == [True, True]
+    assert worth(0.03, 0.03, kind="p_same") == [False, False]
+    two_looks = replace(verdict([0.0, 0.0], delta=0.0), p_same=0.04)
+    assert (holm([two_looks]), holm([two_looks], looks=2)) == (["same"], ["cannot tell"])
+
+
+def test_a_family_of_equal_ways_is_called_different_in_one_case_of_a_hundred():
+    chance, any_verdict = np.random.default_rng(1), verdict([0.0, 0.0], delta=0.0)
+    families = chance.random((2000, 10))  # without a difference, a p is anywhere between 0 and 1
+    wrong = sum("different" in holm([replace(any_verdict, p_different=p) for p in ps]) for ps in families)
+    assert abs(wrong - 20) <= 3 * math.sqrt(20)
+
+
+def test_pairs_that_go_together_are_correlated():
+    assert correlation([1.0, 2.0, 3.0], [2.0, 4.0, 6.0]) == pytest.approx(1.0)
+    assert correlation([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == pytest.approx(-1.0)
+    assert correlation([1.0, 2.0], [1.0, 2.0]) is None  # two points are always on a line
+    assert correlation([1.0, 1.0, 1.0], [1.0, 2.0, 3.0]) is None
+
+
+def test_the_steps_behind_are_those_that_the_slope_needs():
+    steps = np.arange(10, 1001, 10)
+    falling = 4 - 0.001 * steps + 0.001 * np.resize([1.0, -1.0], 100)
+    assert steps_behind(steps, falling, 0.0105) == pytest.approx(11, abs=1)
+    assert steps_behind(steps, 4 + 0 * falling, 0.01) is None
+    assert steps_behind(steps, falling, 2.0) is None  # more than there were
+    assert steps_behind(steps, np.where(steps > 900, np.nan, falling), 0.01) is None

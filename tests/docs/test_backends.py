@@ -101,10 +101,11 @@ def test_mlx(capsys):
 
 def test_weights_that_others_trained(monkeypatch):
     from halfstep.config.model import ModelConfig
+    from halfstep.config.weights import initial_weights
     from halfstep.torch.model import Decoder
 
     small = Decoder(ModelConfig(context=8, layers=1, width=16, heads=2))
-    small.initialize(seed=0)
+    small.set_weights(initial_weights(small.config, seed=0))
     monkeypatch.setattr(halfstep, "load_model", lambda recipe, folder: small)
     tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
     ran = run_block("backends.md", 11, tokens=tokens)

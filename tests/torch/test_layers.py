@@ -42,6 +42,27 @@ def test_an_fp32_linear_is_torchs_own_in_both_passes(monkeypatch, shape, transpo
     assert all(map(torch.equal, results(linear(x, held, bias, FULL, transposed=transposed)), torchs))
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_gradient_of_a_matrix_is_laid_out_as_the_matrix_is(transposed, bias):
+    """Autograd would copy another, in each layer of a model that keeps its matrices as (inputs, outputs)."""
+    x, held = draw(5, 8), (draw(8, 6, seed=1) if transposed else draw(6, 8, seed=1)).requires_grad_()
+    strides = []
+    held.register_hook(lambda g: strides.append(g.stride()))
+    linear(x, held, draw(6) if bias else None, NATIVE, transposed=transposed).sum().backward()
+    assert strides == [held.stride()]
+
+
+def test_a_compiled_layer_keeps_its_rows_as_a_matrix_where_there_are_four_dimensions(monkeypatch):
+    """In a model with convolutions inductor lays out anew what has four."""
+    dims, x, w = [], draw(2, 3, 4, 8).bfloat16(), draw(6, 8, seed=1)
+    apply_ = matmul.Linear.apply
+    monkeypatch.setattr(matmul.Linear, "apply", lambda x, *rest: dims.append(x.dim()) or apply_(x, *rest))
+    y = matmul.linear_in_graph(x, w.bfloat16(), w, None, None, torch.bfloat16)
+    assert dims == [2]
+    assert torch.equal(y, linear(x, w, None, NATIVE))
+
+
 @pytest.mark.parametrize(
     "precision",
     [NATIVE, *(pytest.param(other, marks=pytest.mark.prove) for other in (EMULATED, FULL))],

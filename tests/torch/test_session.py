@@ -13,9 +13,11 @@ from halfstep.config.load import load
 from halfstep.core.errors import ConfigError
 from halfstep.core.formats import E4M3
 from halfstep.core.policy import Policy
+from halfstep.torch import model
 from halfstep.torch.numerics.dtypes import supported
 from halfstep.torch.session import Session
 from halfstep.torch.state import restored, stored
+from halfstep.training.session import start_compiler
 from tests.token_batches import batch
 from tests.torch.nets import same
 
@@ -47,6 +49,54 @@ def test_one_compilation_serves_every_block(monkeypatch):
         losses[value] = [s.read(s.step(batch(step, s)))["loss"] for step in range(2)]
     assert counters["stats"]["unique_graphs"] == 2  # that of a block, and that of what follows the last
     assert losses["block"] == losses["false"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "how", "why"),
+    [
+        ("fp32", [], "block", "its 12 blocks are alike"),
+        ("bf16-mixed; blocks.11: compute=fp32", [], "block", "its 12 blocks are of 2 kinds"),
+        ("fp32", ["model.value_residual=true"], "block", "its 12 blocks are of 2 kinds"),
+        ("fp32", ["model.layers=3", "model.value_residual=true"], "whole", "would serve too few others"),
+        ("fp32", ["model.layers=1"], "whole", "would serve too few others"),
+        ("fp32", ["model.unet_skips=true"], "whole", "U-net skips"),
+        ("fp32", ["training.recompute_blocks=true"], "whole", "runs again by itself"),
+        ("fp32", ["training.compile=whole"], "whole", "training.compile says so"),
+        ("fp32", ["model.unet_skips=true", "training.compile=block"], "block", "training.compile says so"),
+        ("fp32", ["training.compile=false"], "no", "training.compile is false"),
+    ],
+)
+def test_blocks_that_are_alike_are_compiled_one_by_one(policy, settings, how, why, monkeypatch):
+    monkeypatch.setattr(model, "LEAST_WORK", 0)
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or function)
+    s = session(policy, "model.layers=12", "training.compile=true", *settings)
+    assert (s.compilation.how, why in s.compilation.why) == (how, True)
+    expected = {"no": [], "whole": ["loss"], "block": ["_call_impl"] * 12 + ["after_blocks"]}
+    assert [function.__name__ for function in compiled] == expected[how]
+
+
+@pytest.mark.parametrize(("backend", "compiles", "device", "started"), [
+    ("torch", "true", "cuda", 1), ("torch", "block", "cuda:0", 1), ("torch", "false", "cuda", 0),
+    ("torch", "true", "cpu", 0), ("jax", "true", "cuda", 0),
+])  # fmt: skip
+def test_kernels_for_a_gpu_are_compiled_by_processes_that_start_early(
+    backend, compiles, device, started, monkeypatch
+):
+    pools, timers = [], []
+    monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", lambda: pools.append(None))
+    monkeypatch.setattr("halfstep.torch.session.start_timers", lambda: timers.append(None))
+    config = load("tiny", [f"backend={backend}", f"training.compile={compiles}"])
+    start_compiler(config, Policy.parse("bf16-mixed"), device)
+    assert (len(pools), len(timers)) == (started, 0)
+    start_compiler(config, Policy.parse("fp8-mixed"), device, alone=False)
+    assert (len(pools), len(timers)) == (2 * started, 0)
+    start_compiler(config, Policy.parse("fp8-mixed"), device)
+    assert (len(pools), len(timers)) == (3 * started, started)
+
+
+def test_small_blocks_are_compiled_in_one_graph():
+    assert session("fp32", "model.layers=12", "training.compile=true").compilation.how == "whole"
 
 
 def test_other_backends_do_not_compile_by_block():

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -54,10 +55,32 @@ def test_a_run_leaves_its_folder_with_everything_in_it(text, out):
     assert kinds.count("step") == 6
     assert [e["step"] for e in events if e["event"] == "validation"] == [4, 6]
     assert [e["step"] for e in events if e["event"] == "checkpoint"] == [2, 4, 6]
+    assert events[-1]["until_first_step"] > events[-1]["spent"]["first_step"]
     assert (kinds[0], kinds[-1]) == ("start", "end")
     assert [p.name for p in sorted((out / "checkpoints").iterdir())] == ["step-000004", "step-000006"]
     manifest = json.loads((out / "checkpoints" / "step-000006" / "manifest.json").read_text())
     assert (manifest["policy"], manifest["data"]["position"]["tokens"]) == ("fp32", 6 * 2 * 2 * 16)
+
+
+def test_a_run_compiles_one_of_its_equal_blocks_once_also_if_it_is_watched_and_says_so(text, out, monkeypatch):
+    pytest.importorskip("torch")
+    import torch
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr("halfstep.torch.model.LEAST_WORK", 0)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch.compiler.reset()
+    counters.clear()
+    loop = start(text, out, "training.compile=true", "model.layers=12", "monitor.every=1", "training.steps=2")
+    notes = []
+    monkeypatch.setattr(loop.bar, "note", notes.append)
+    assert loop.run().finished
+    # A block, and the head with its loss; and both again where nothing is learned, for held-out text.
+    assert counters["stats"]["unique_graphs"] == 4
+    assert "the first step is compiled block by block: its 12 blocks are alike" in notes
+    expected = {"how": "block", "why": "its 12 blocks are alike"}
+    assert read_events(out / "events.jsonl")[0]["compiled"] == final_state(out)[1]["compiled"] == expected
+    assert load(str(out / "run.toml")).training.compile is True
 
 
 @pytest.mark.parametrize(

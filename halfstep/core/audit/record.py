@@ -21,7 +21,6 @@ OperationKind = Literal[
 ]
 CallKind = Literal[
     "scale", "unscale", "clip", "step", "update", "zero", "schedule", "backward", "autocast", "reduce", "load",
-    "save",
 ]  # fmt: skip
 
 
@@ -29,8 +28,7 @@ CallKind = Literal[
 class UpdateCounts:
     """What happened to the updates of one tensor; every count is over elements and steps together."""
 
-    steps: int = 0  # of the optimizer, skipped ones left out
-    skipped: int = 0  # steps that the loss scaler or the loop skipped
+    steps: int = 0  # of the optimizer; those that the loss scaler or the loop skipped are left out
     elements: int = 0  # looked at; of a large tensor a part stands for all
     intended: int = 0  # updates that are not zero, by the optimizer's own formula in fp64
     lost: int = 0  # of those: the stored value is the one from before the step
@@ -59,7 +57,6 @@ class Weight:
 
     name: str
     format: str  # of the values that the model computes with
-    shape: list[int] = field(default_factory=list)
     trainable: bool = True
     kind: WeightKind = "other"
     optimizer: str | None = None  # the class of the optimizer that steps it
@@ -83,8 +80,6 @@ class Buffer:
     name: str
     format: str
     kind: BufferKind = "other"
-    place: str | None = None
-    was: str | None = None  # the format from before, if it was seen to change
 
 
 @dataclass(slots=True)
@@ -119,7 +114,7 @@ class Call:
     place: str | None = None
     # of a load: weights `rounded` (fp32 here, narrower in the file), moments `narrowed` (to their weight's format)
     numbers: dict[str, float] = field(default_factory=dict)
-    format: str | None = None  # of an autocast region, of gradients that are reduced or accumulated
+    format: str | None = None  # of an autocast region, or of gradients that are reduced
     names: list[str] = field(default_factory=list)  # of the tensors it is about, the first few
 
 

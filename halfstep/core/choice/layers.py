@@ -43,6 +43,8 @@ W = TypeVar("W", bound=Work)
 
 # (a layer, its two precisions: wide and narrow) -> seconds of a training pass in each
 Timer = Callable[[W, Sequence[Precision]], list[float]]
+Job = tuple[W, tuple[Precision, Precision]]  # what a timer takes
+Ahead = Callable[[Sequence[Job[W]]], None]  # is told all that a timer will be asked for
 
 
 class Earlier(list[float]):
@@ -140,6 +142,7 @@ def measure_layers(
     timer: Timer[W],
     is_out_of_memory: Callable[[BaseException], bool],
     clock: Clock = time.perf_counter,
+    ahead: Ahead[W] = lambda jobs: None,
 ) -> Measured:
     """Times layers, given by name what each multiplies and in which narrow precision, size by size."""
     amounts: Counter[tuple[W, Precision]] = Counter()
@@ -149,6 +152,7 @@ def measure_layers(
     if not amounts:
         return NO_LAYERS
     start = clock()
+    ahead([(work, (precision.widened(), precision)) for (work, precision), _ in amounts.most_common()])
     times: dict[tuple[W, Precision], list[float] | str] = {}
     for (work, precision), _ in amounts.most_common():
         late = clock() - start >= BUDGET

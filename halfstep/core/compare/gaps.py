@@ -13,14 +13,19 @@ the luck of all seeds. The intervals decide:
 `delta` is the gap that nobody needs to care about. Its default is half the seed spread of B, the reference: the
 standard deviation of its held-out losses. The range of the losses would not do: it grows with the number of seeds,
 and so the verdict "same" would get cheaper the more is run.
+
+Of several verdicts that are read together, more come out by chance. `holm` corrects for their number: the p of a
+difference is that of the interval that excludes 0, the p of sameness the larger one of the two one-sided tests.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from halfstep.core.errors import HalfstepError
 
@@ -54,6 +59,8 @@ class Verdict:
     delta: float
     more_seeds: int | None = None  # None: decided, or one pair only, or more than MOST_SEEDS
     diverged: int = 0  # runs of A that ended without a finite loss
+    p_different: float = 1.0  # below 1 - SURE: different
+    p_same: float = 1.0  # at most (1 - CLOSE) / 2: same
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,19 @@ class _Mean:
             return "different"
         low, high = self.interval(CLOSE, n)
         return "same" if -delta <= low and high <= delta else "cannot tell"
+
+    def p_values(self, delta: float) -> tuple[float, float]:
+        """Returns the p of a difference and the p of sameness; the one that the mean speaks against is 1."""
+        excess = abs(self.mean) - delta
+        if excess > 0:
+            return self._tail(abs(self.mean)), 1.0
+        return 1.0, self._tail(-excess) / 2
+
+    def _tail(self, distance: float) -> float:
+        """Returns the probability that the mean is further than this from the true one, on either side."""
+        if not self.variance:
+            return 0.0
+        return 1.0 - _t_mass(math.atan(distance / math.sqrt(self.variance * self.degrees)), self.degrees)
 
     def more_seeds(self, delta: float) -> int | None:
         """Returns how many more seeds decide with this mean and spread: by bisection, as intervals only narrow."""
@@ -128,13 +148,71 @@ def _undecided(values: Sequence[float], mean: float, delta: float) -> Verdict:
     diverged = sum(math.isinf(value) for value in values)
     beyond = (math.inf, math.inf) if diverged else (-math.inf, math.inf)
     kind: Kind = "different" if diverged else "cannot tell"
-    return Verdict(kind, math.inf if diverged else mean, beyond, beyond, delta, diverged=diverged)
+    p_different = 0.0 if diverged else 1.0
+    return Verdict(
+        kind, math.inf if diverged else mean, beyond, beyond, delta, diverged=diverged, p_different=p_different
+    )
 
 
 def _judged(mean: _Mean, delta: float) -> Verdict:
     kind = mean.decide(delta)
     more = mean.more_seeds(delta) if kind == "cannot tell" else None
-    return Verdict(kind, mean.mean, mean.interval(CLOSE), mean.interval(SURE), delta, more)
+    p_different, p_same = mean.p_values(delta)
+    return Verdict(
+        kind,
+        mean.mean,
+        mean.interval(CLOSE),
+        mean.interval(SURE),
+        delta,
+        more,
+        p_different=p_different,
+        p_same=p_same,
+    )
+
+
+def holm(verdicts: Sequence[Verdict | None], looks: int = 1) -> list[Kind]:
+    """Returns what verdicts of one family are worth together (Holm); None is a verdict that is still to come.
+
+    The chance that any of them is wrong is that of a single one. `looks` is how often each may be asked for as
+    seeds are added: each look gets its share of that chance (Bonferroni).
+    """
+    different = _rejected([looks * v.p_different if v else 1.0 for v in verdicts], 1 - SURE)
+    same = _rejected([looks * v.p_same if v else 1.0 for v in verdicts], (1 - CLOSE) / 2)
+    kinds: list[tuple[bool, bool]] = list(zip(different, same, strict=True))
+    return ["different" if apart else "same" if near else "cannot tell" for apart, near in kinds]
+
+
+def _rejected(p_values: Sequence[float], level: float) -> list[bool]:
+    """Returns which of m hypotheses fall: the smallest p against level / m, the next against level / (m - 1)"""
+    rejected = [False] * len(p_values)
+    for place, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        if p_values[i] > level / (len(p_values) - place):
+            break
+        rejected[i] = True
+    return rejected
+
+
+def correlation(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """Returns how far the losses of pairs go together; None of fewer than three, or of losses that do not vary."""
+    if len(a) < 3 or not all(map(math.isfinite, (*a, *b))) or not (np.std(a) and np.std(b)):
+        return None
+    return float(np.corrcoef(a, b)[0, 1])
+
+
+def steps_behind(steps: NDArray[np.int64], losses: NDArray[np.float64], gap: float) -> int | None:
+    """Returns how many more steps lower a loss by `gap`, at its slope over the last quarter of the steps.
+
+    None if the loss does not fall there beyond doubt, or if it would take longer than the whole training has.
+    """
+    last = steps > steps[-1] - (steps[-1] - steps[0]) / 4
+    x, y = steps[last] - np.mean(steps[last]), losses[last]
+    if len(x) < 4 or not np.isfinite(y).all():
+        return None
+    slope = float(x @ y / (x @ x))
+    error = math.sqrt(np.var(y - slope * x) * len(x) / (len(x) - 2) / float(x @ x))
+    if slope + t_quantile(SURE, len(x) - 2) * error >= 0 or gap > -slope * steps[-1]:
+        return None
+    return math.ceil(gap / -slope)
 
 
 def seed_spread(losses: Sequence[float]) -> float:
@@ -147,6 +225,7 @@ def seed_spread(losses: Sequence[float]) -> float:
     return float(np.std(losses, ddof=1))
 
 
+@cache
 def t_quantile(probability: float, degrees: int) -> float:
     """Returns the quantile of Student's t above the median, to the last bits: by bisection of its distribution."""
     low, high = 0.0, math.pi / 2  # the angle whose tangent is t / sqrt(degrees)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from halfstep.config.model import owner
 from halfstep.core.errors import ArgumentError
-from halfstep.core.observed import COLUMNS, ROLES, SLICE, WEIGHT_COLUMNS, LayerInfo, Observation, Sample
+from halfstep.core.observed import COLUMNS, ROLES, SLICE, WEIGHT_COLUMNS, LayerInfo, Observation, Sample, samples
 from halfstep.jax.instruments.gradient import Watched, layer_names, merge_rows
 
 SAMPLE = 16_384  # elements of each tensor that a sample looks at, in whole rows
@@ -88,7 +88,7 @@ class Monitor:
     ) -> dict[str, dict[str, Sample]]:
         """Returns {layer: {role: sample}} of whole tensors, which the slots of all sites report."""
         assert self.watched is not None
-        samples: dict[str, dict[str, Any]] = {info.name: {} for info in self.watched.layers}
+        observed: list[tuple[str, str, Observation]] = []
         indices, slots = iter(self.watched.index), iter(reported)
         for site in self.watched.sites:
             infos = [self.watched.layers[next(indices)] for _ in layer_names(site)]
@@ -97,13 +97,12 @@ class Monitor:
                 first = tuple(slice(None) if stacked else 0 for _, stacked in site.turns)
                 x = jax.device_get(next(slots))[first]
                 for info, rows in zip(infos, x.reshape(-1, *x.shape[-2:]), strict=True):
-                    observation, before = Observation.of(rows, info.format(role)), samples[info.name].get(role)
-                    samples[info.name][role] = observation if before is None else before + observation
+                    observed.append((info.name, role, Observation.of(rows, info.format(role))))
         for info, weight in zip(self.watched.layers, self.watched.weights, strict=True):
             if weight is not None and weight in masters:
                 rows = _sample_rows(masters[weight], size)
-                samples[info.name]["weight"] = Observation.of(rows, info.format("weight"))
-        return {name: {role: each.sample() for role, each in roles.items()} for name, roles in samples.items()}
+                observed.append((info.name, "weight", Observation.of(rows, info.format("weight"))))
+        return samples(self.watched.layers, observed)
 
 
 def update_sums(
@@ -131,15 +130,6 @@ def update_sums(
         sums = [jnp.sum(jnp.square(x)) for x in squares]
         rows[name] = jnp.stack([*sums, jnp.sum(moved, dtype=jnp.float32), lost])
     return rows
-
-
-def first_rows(batch: Any, share: float) -> Any:
-    """Returns a share of the rows of a batch, at least one: of all its arrays that have as many as the first."""
-    sizes = [jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)]
-    if not sizes:
-        return batch
-    kept = max(1, int(sizes[0] * share))
-    return jax.tree.map(lambda x: x[:kept] if jnp.ndim(x) and jnp.shape(x)[0] == sizes[0] else x, batch)
 
 
 _merge = jax.jit(lambda one, other: merge_rows(jnp.stack([one, other])))

@@ -26,9 +26,11 @@ from halfstep.core.observed import (
     LayerNumbers,
     Observation,
     Sample,
+    first_rows,
     format_table,
     limits,
     name_numbers,
+    samples,
 )
 from halfstep.core.precision import Precision
 from halfstep.core.roles import is_narrow
@@ -251,7 +253,9 @@ class Monitor:
         Rows are those of the first dimension of the arrays in the batch. Random state, gradients and running
         statistics are as before. Of each tensor, and of the weights, the first 65,536 elements are looked at.
         """
-        seen = self._replay(loss_fn, first_rows(batch, share), SAMPLE)
+        leaves: Any = tree_flatten(batch)
+        rows, _ = first_rows(batch, share, [leaf for _, leaf in leaves], tree_map)
+        seen = self._replay(loss_fn, rows, SAMPLE)
         tensors = [(each.layer, ROLES[each.role], each.array) for each in seen]
         for layer, names in enumerate(self.parameters):
             for name in names[:1]:  # the weight: a bias is another matter
@@ -259,15 +263,9 @@ class Monitor:
                 width = array.shape[-1] if array.ndim else 1
                 rows = max(1, min(array.size, SAMPLE) // width)
                 tensors.append((layer, "weight", self.masters.part(name, rows * width).reshape(-1, width)))
-        observed: list[dict[str, Observation]] = [{} for _ in self.layers]
-        for layer, role, x in tensors:
-            new = Observation.of(np.array(x.astype(mx.float32)), self.layers[layer].format(role))
-            before = observed[layer].get(role)
-            observed[layer][role] = new if before is None else before + new
-        return {
-            info.name: {role: observation.sample() for role, observation in roles.items()}
-            for info, roles in zip(self.layers, observed, strict=True)
-        }
+        read = ((self.layers[layer], role, np.array(x.astype(mx.float32))) for layer, role, x in tensors)
+        observed = ((info.name, role, Observation.of(x, info.format(role))) for info, role, x in read)
+        return samples(self.layers, observed)
 
     def _replay(self, loss_fn: Any, batch: Any, size: int) -> list[Seen]:
         recorder = Recorder(size)
@@ -307,18 +305,3 @@ def layer_kind(module: Module) -> str:
 def layer_precision(module: Any) -> Precision:
     """Returns the formats of a layer that a policy was given to."""
     return (module.casts if isinstance(module, Layer) else module.halfstep.casts).precision  # type: ignore[no-any-return]
-
-
-def first_rows(batch: Any, share: float) -> Any:
-    """Returns a share of the rows of a batch, at least one: of all its arrays that have as many as the first."""
-    leaves: Any = tree_flatten(batch)
-    sizes = [array.shape[0] for _, array in leaves if isinstance(array, mx.array) and array.ndim]
-    if not sizes:
-        return batch
-    kept = max(1, int(sizes[0] * share))
-
-    def cut(value: Any) -> Any:
-        has_rows = isinstance(value, mx.array) and value.ndim and value.shape[0] == sizes[0]
-        return value[:kept] if has_rows else value
-
-    return tree_map(cut, batch)

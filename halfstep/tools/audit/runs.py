@@ -221,7 +221,6 @@ def _weight(name: str, shape: tuple[int, ...], at: Resolved, optimizer: str) -> 
     return Weight(
         name=name,
         format=str(compute.format),
-        shape=list(shape),
         kind=kind,
         optimizer=optimizer,
         master=str(param.format),

@@ -11,7 +11,8 @@ import shlex
 import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,17 +34,23 @@ class Outcome:
     notes: tuple[str, ...]
 
 
-def run(command: Sequence[str], steps: int = 20, stdout: int | None = None) -> Outcome:
+def run(
+    command: Sequence[str],
+    steps: int = 20,
+    stdout: int | None = None,
+    on_words: Callable[[], None] = lambda: None,
+) -> Outcome:
     """Runs a command until each process that trains has made `steps` updates, or until it ends.
 
-    What it prints goes to the descriptor `stdout`, by default to ours.
+    What it prints goes to the descriptor `stdout`, by default to ours. `on_words` is called when its Python has
+    printed something for the first time.
     """
     if not command:
         raise TargetError("there is no command to audit", hint="halfstep audit -- python train.py")
     if steps < 1:
         raise OptionError(f"an audit needs at least one update, not {steps}", hint="leave out --steps for 20")
     with tempfile.TemporaryDirectory(prefix="halfstep-audit-") as folder:
-        exit_code = _run(command, _environment(folder, steps), stdout)
+        exit_code = _run(command, _environment(folder, steps), stdout, on_words)
         seen = [json.loads(path.read_text("utf-8")) for path in sorted(Path(folder).glob("record-*.json"))]
         left = {
             kind: [path.read_text("utf-8") for path in sorted(Path(folder).glob(f"{kind}-*.txt"))]
@@ -65,7 +72,9 @@ def _environment(folder: str, steps: int) -> dict[str, str]:
     return {**os.environ, **own}
 
 
-def _run(command: Sequence[str], environment: dict[str, str], stdout: int | None) -> int:
+def _run(
+    command: Sequence[str], environment: dict[str, str], stdout: int | None, on_words: Callable[[], None]
+) -> int:
     try:
         process = subprocess.Popen(command, env=environment, stdout=stdout)
     except OSError as error:
@@ -73,6 +82,10 @@ def _run(command: Sequence[str], environment: dict[str, str], stdout: int | None
         raise TargetError(f"`{command[0]}` cannot be run: {error.strerror}", hint=hint) from None
     with process:
         try:
+            while not any(Path(environment[FOLDER]).glob("words-*")):
+                with suppress(subprocess.TimeoutExpired):
+                    return process.wait(0.25)
+            on_words()
             return process.wait()
         except KeyboardInterrupt:  # the script has it too, and ends as it does on Ctrl-C
             return process.wait()

@@ -19,7 +19,15 @@ import numpy as np
 
 from halfstep.config.schema import flatten
 from halfstep.core.compare.divergence import FEWEST_FOR_BAND, Divergence, Series, band, first_divergence
-from halfstep.core.compare.gaps import IncomparableError, Verdict, seed_spread, unpaired_verdict, verdict
+from halfstep.core.compare.gaps import (
+    IncomparableError,
+    Verdict,
+    correlation,
+    seed_spread,
+    steps_behind,
+    unpaired_verdict,
+    verdict,
+)
 from halfstep.tools.compare.curves import HELD_OUT, LOSS, PARTING, Curve, common_steps, stack_runs
 
 LAST = 0.1  # of the steps: their mean training loss is compared if no loss is held out
@@ -49,6 +57,8 @@ class Comparison:
     verdict: Verdict | None
     measure: str  # which loss it is about
     seeds: tuple[int, ...]  # of the pairs; empty if the runs share none, and are compared unpaired
+    correlation: float | None  # of the losses of pairs
+    behind: int | None  # how many more steps the worse side needs to reach the better one's loss
     spread: float | None  # of the reference over seeds
     parting: Divergence | None
     parting_unknown: str  # why there is no band
@@ -66,11 +76,21 @@ class Comparison:
 
 
 def judge(
-    names: tuple[str, str], a: Sequence[Curve], b: Sequence[Curve], *, delta: float | None = None
+    names: tuple[str, str],
+    a: Sequence[Curve],
+    b: Sequence[Curve],
+    *,
+    delta: float | None = None,
+    share: float | None = None,
+    paired: bool = True,
 ) -> Comparison:
-    """Compares runs of A with runs of B, the reference; `delta` is the gap that does not matter."""
+    """Compares runs of A with runs of B, the reference.
+
+    `delta` is the gap that does not matter, and so is `share` of the reference's loss. Runs of the same seed are
+    pairs unless `paired` is False.
+    """
     notes: list[str] = []
-    a, b, seeds = _pairs(a, b, notes)
+    a, b, seeds = _pairs(a, b, notes) if paired else (list(a), list(b), ())
     notes += [note for curve in (*a, *b) for note in curve.notes]
     data = _same(a, b, _data)
     model = _same(a, b, lambda start: start["config"].get("model"))
@@ -81,16 +101,19 @@ def judge(
             hint="compare runs of the same data (then their losses) or of the same model (then speed and memory)",
         )
     if None in (data, model):
-        notes.append("a log does not say which data and model it is of: they are taken to be the same")
+        what = "first weights, data and its order in a pair" if seeds else "which data and model it is of"
+        notes.append(f"a log does not say {what}: they are taken to be the same")
     if data is False:
         notes.append("the runs have other data, so their losses say nothing about each other")
     if model is False:
         notes.append("the runs have other models: their held-out losses are compared, but not curves and speed")
     elif batches is False:
         notes.append("the updates have other numbers of tokens, so the curves cannot be compared step by step")
-    losses, measure = _losses(a, b) if data is not False else (None, "")
+    losses, measure = _losses(a, b, notes) if data is not False else (None, "")
     reference = losses[1] if losses is not None else []
     spread = seed_spread(reference) if len(reference) > 1 and all(map(math.isfinite, reference)) else None
+    if share is not None and losses is not None:
+        delta = share * abs(statistics.fmean(losses[1]))
     delta = (spread or 0.0) / 2 if delta is None else delta  # one run decides nothing, whatever delta is
     decided = None if losses is None else _decide(names, *losses, delta, paired=bool(seeds))
     drawn = _curves(a, b) if data is not False and model is not False and batches is not False else None
@@ -108,7 +131,22 @@ def judge(
         for i, (name, curves) in enumerate(zip(names, (a, b), strict=True))
     ]
     different = None if drawn is None or not seeds else _first_difference(drawn)
-    about = (measure, seeds, spread, parting, unknown, different, _settings(a, b), tuple(notes), drawn, limits)
+    together = correlation(*losses) if losses is not None and seeds else None
+    behind = _behind(a, b, decided) if decided is not None and drawn is not None else None
+    about = (
+        measure,
+        seeds,
+        together,
+        behind,
+        spread,
+        parting,
+        unknown,
+        different,
+        _settings(a, b),
+        tuple(notes),
+        drawn,
+        limits,
+    )
     return Comparison(sides[0], sides[1], decided, *about)
 
 
@@ -136,7 +174,19 @@ def _data(start: Mapping[str, Any]) -> Any:
     return (start.get("data") or {}).get("digest"), start["config"].get("model", {}).get("vocabulary")
 
 
-def _losses(a: Sequence[Curve], b: Sequence[Curve]) -> tuple[tuple[list[float], list[float]], str]:
+def _behind(a: Sequence[Curve], b: Sequence[Curve], found: Verdict) -> int | None:
+    """Returns how many more steps the worse side needs, at the slope of its mean training loss."""
+    worse = list(a if found.mean > 0 else b)
+    steps = common_steps(worse).get(LOSS)
+    if steps is None or not math.isfinite(found.mean) or not found.mean:
+        return None
+    mean = np.mean(stack_runs(worse, {LOSS: steps})[LOSS].values, axis=0)
+    return steps_behind(steps, mean, abs(found.mean))
+
+
+def _losses(
+    a: Sequence[Curve], b: Sequence[Curve], notes: list[str]
+) -> tuple[tuple[list[float], list[float]], str]:
     """Returns the losses to compare, and what they are: held out at the last common step, or of training."""
     finite = [curve for curve in (*a, *b) if curve.held_out != math.inf]
     steps = common_steps(finite) if finite else {}
@@ -144,6 +194,10 @@ def _losses(a: Sequence[Curve], b: Sequence[Curve]) -> tuple[tuple[list[float], 
         last = int(steps[HELD_OUT][-1]) if finite else 0
         word = f"held-out loss at step {last:,}"
         found = [[_held_out(curve, last) for curve in curves] for curves in (a, b)]
+    elif all(curve.held_out is not None for curve in (*a, *b)):
+        word = "held-out loss at the end of each run"
+        notes.append(f"the runs end at other steps: A at {_ends(a)}, B at {_ends(b)}")
+        found = [[float(curve.held_out or 0.0) for curve in curves] for curves in (a, b)]
     elif LOSS in steps:
         window = steps[LOSS][-max(1, round(LAST * len(steps[LOSS]))) :]
         word = f"mean training loss of steps {window[0]:,} to {window[-1]:,}"
@@ -151,6 +205,10 @@ def _losses(a: Sequence[Curve], b: Sequence[Curve]) -> tuple[tuple[list[float], 
     else:
         raise IncomparableError("the runs have no step in common", hint="compare runs that log the same steps")
     return (found[0], found[1]), word
+
+
+def _ends(curves: Sequence[Curve]) -> str:
+    return " or ".join(f"{step:,}" for step in sorted({curve.step for curve in curves}))
 
 
 def _held_out(curve: Curve, step: int) -> float:

@@ -24,7 +24,8 @@ from halfstep.core.compare.gaps import CompareError, CompareInputError, Incompar
 from halfstep.core.errors import PolicyError, ScalingError
 from halfstep.core.policy import read
 from halfstep.tools import probe
-from halfstep.tools.compare.curves import EVENT_FILE, Curve, read_log, read_run
+from halfstep.tools.compare.curves import Curve, read_run
+from halfstep.tools.compare.logs import EVENT_FILE, FILES, read_log, read_logs, read_trackio, split_trackio
 from halfstep.training.data.corpus import Corpus
 from halfstep.training.data.load import load_corpus
 from halfstep.training.loop import Loop
@@ -214,8 +215,7 @@ class _Report(StepProgress):
 
 # What A and B may be: runs that are there, logs, or policies to train.
 
-LOGS = (".csv", ".tsv", ".txt", ".log")
-_WHAT = "a run folder, a folder of runs (one for each seed), a loss log (.csv or TensorBoard), or a policy"
+_WHAT = "a run folder, a folder of runs (one for each seed), a loss log or a folder of logs, or a policy"
 
 
 @dataclass(frozen=True)
@@ -233,23 +233,32 @@ class Training:
 def names_existing_runs(given: str) -> bool:
     """Whether A or B names something to read, and not a policy to train."""
     path = Path(given)
-    looks = path.suffix in LOGS or EVENT_FILE in path.name or ("/" in given and path.suffix != ".toml")
+    looks = (
+        path.suffix in FILES
+        or split_trackio(given) is not None
+        or EVENT_FILE in path.name
+        or ("/" in given and path.suffix != ".toml")
+    )
     return looks or (path.exists() and path.suffix != ".toml")
 
 
 def read_side(given: str, column: str | None = None) -> list[Curve]:
     """Returns the runs of a run folder, a folder of runs, or a log."""
-    path = Path(given)
+    project, path = split_trackio(given), Path(given)
+    if project is not None:
+        return read_trackio(*project, column)
     if not path.exists():
         raise CompareInputError(f"there is no file or folder `{given}`", hint=f"name {_WHAT}")
     if not path.is_dir():
-        return read_log(path, column)
+        return [read_run(path.parent)] if path.name == EVENTS else read_log(path, column)
     if holds_run(path):
         return [read_run(path)]
     if runs := sorted(each for each in path.iterdir() if each.is_dir() and holds_run(each)):
         return [read_run(each) for each in runs]
     if any(path.glob(f"{EVENT_FILE}*")):
         return read_log(path, column)
+    if curves := read_logs(path, column):
+        return curves
     raise CompareInputError(f"`{path}` holds no run and no log", hint=f"name {_WHAT}")
 
 

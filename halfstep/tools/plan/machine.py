@@ -3,7 +3,6 @@
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -26,7 +25,6 @@ def save(path: Path, config: RunConfig, device: str | None) -> Machine:
     """Times the matmuls and attention of a recipe under the usual policies, and writes a machine file."""
     import tomli_w
 
-    from halfstep.torch.instruments.planning import timing
     from halfstep.torch.measure import devices, version
 
     if path.exists():
@@ -34,7 +32,7 @@ def save(path: Path, config: RunConfig, device: str | None) -> Machine:
     if path.suffix != ".toml":
         raise OptionError(f"`{path}` is not the name of a TOML file", hint="such as mine.toml")
     device = device or devices()[0]
-    machine = measure_machine(config, device, timing)
+    machine = measure_machine(config, device)
     table = asdict(machine)
     table["timed"] = [{**each, "shape": list(each["shape"])} for each in table["timed"]]
     table = {key: value for key, value in table.items() if value != ()}
@@ -43,10 +41,12 @@ def save(path: Path, config: RunConfig, device: str | None) -> Machine:
     return machine
 
 
-def measure_machine(config: RunConfig, device: str, timing: Any) -> Machine:
+def measure_machine(config: RunConfig, device: str) -> Machine:
     """Returns this machine."""
     from halfstep.torch.instruments.planning.step import trace_recipe
-    from halfstep.torch.numerics.dtypes import describe
+    from halfstep.torch.instruments.planning.timing import time_work
+    from halfstep.torch.numerics import memory
+    from halfstep.torch.numerics.dtypes import as_device, describe
 
     hardware = describe(device)
     training = replace(config.training, compile=False, micro_batches=1)
@@ -56,7 +56,7 @@ def measure_machine(config: RunConfig, device: str, timing: Any) -> Machine:
         for item in trace_recipe(replace(config, training=training), policy, hardware).work
     ]
     host = [timed for policy in _on_host(device) for timed in _host(config, policy, device)]
-    taken = timing.time_work(work, device)
+    taken = time_work(work, device)
     launch = [t.seconds / t.work for t in host if t.kind == "pass"]
     best: dict[str, float] = {}
     for each in taken:
@@ -67,7 +67,7 @@ def measure_machine(config: RunConfig, device: str, timing: Any) -> Machine:
     return Machine(
         hardware.name,
         hardware.kind,
-        timing.capacity(device),
+        memory.capacity(as_device(device)) or 0,
         copied.work / copied.seconds,
         Rates(**known),
         capability=hardware.capability or (),
@@ -75,7 +75,7 @@ def measure_machine(config: RunConfig, device: str, timing: Any) -> Machine:
         context=0 if hardware.kind == "cpu" else Machine.context,
         launch=(min(launch) / 2, max(launch)) if launch else Machine.launch,  # third-party code may be simpler
         reached=Reached(matmul=(0.5, 1.0), bandwidth=(0.6, 1.0)),  # of what was reached here
-        timed=(*(Timed(*each) for each in taken), *host),
+        timed=(*taken, *host),
     )
 
 

@@ -107,7 +107,7 @@ def plan_recipe(config: RunConfig, policy: Policy, machine: Machine, gpus: int, 
 
     job = spread(config, gpus, machine)
     own = replace(config.training, batch=job.batch, micro_batches=job.micro_batches)
-    traced = trace_recipe(replace(config, training=own), policy, machine.hardware)
+    traced = trace_recipe(replace(config, training=own), policy, machine.hardware, alone=gpus == 1)
     return _plan(traced, policy, machine, job, config.training.steps, price, compiled=bool(own.compile))
 
 

@@ -30,6 +30,7 @@ from halfstep.core.formats import E4M3, Format
 from halfstep.core.precision import Precision
 from halfstep.core.refusal import EMULATE
 from halfstep.core.roles import Param, is_narrow
+from halfstep.torch import timers
 from halfstep.torch.convert.attention import MultiheadAttention
 from halfstep.torch.convert.functions import narrow_logits
 from halfstep.torch.convert.plan import Plan, matmuls
@@ -107,7 +108,8 @@ def measure_all(
         alone = keys.pop(name)
         if compiled:
             keys[name + OF_LOSS] = [(replace(work, loss=chunks), precision) for work, precision in alone]
-    measured = measure_layers(keys, timer, is_out_of_memory, clock)
+    ahead = {"ahead": time_layer_once.time_ahead(timers.time_ahead)} if timer is time_layer_once else {}
+    measured = measure_layers(keys, timer, is_out_of_memory, clock, **ahead)
     notes = {name: f"{note}, with its loss" for name, note in measured.notes.items() if keys[name][0][0].loss}
     notes |= {name: f"in {narrow_formats(p)} {TO_NEAREST}" for name, p in heads.items()}
     narrow = {**measured.narrow, **dict.fromkeys(heads, False)}

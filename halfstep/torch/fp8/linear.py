@@ -337,7 +337,8 @@ def gradients(
         b = b._replace(inv_scale=_multiply(b.inv_scale, others))
         if made is not None:
             return product(made, b, out, dtype, casts)
-        return torch.cat([product(cast_part(part), b, out, dtype, casts) for part in _split(rows, parts)])
+        split = rows.split(-(-rows.shape[0] // (parts * TILE)) * TILE)
+        return torch.cat([product(cast_part(part), b, out, dtype, casts) for part in split])
 
     # 4. grad_input = g W, some tokens at a time.
     if needs[0]:
@@ -356,11 +357,6 @@ def gradients(
 
 def _multiply(x: Any, factor: Tensor | None) -> Any:
     return x if x is None or factor is None else x * factor
-
-
-def _split(rows: Tensor, parts: int) -> Sequence[Tensor]:
-    """Splits rows into about `parts` parts whose row count is a multiple of the matmul tile."""
-    return rows.split(-(-rows.shape[0] // (parts * TILE)) * TILE)
 
 
 def _amax(x: Tensor, operand: Operand, past: Tensor | None, index: int) -> tuple[Tensor | None, Tensor]:
@@ -402,7 +398,7 @@ def transpose_codes(codes: Tensor) -> Tensor:
     Opaque to compilers: inductor writes them byte by byte where it makes the codes, which is slower than writing
     them once and transposing them.
     """
-    return write_transpose(codes, codes.new_empty(codes.shape[1], codes.shape[0]))
+    return write_transpose(codes)
 
 
 @transpose_codes.register_fake
@@ -410,8 +406,9 @@ def _(codes: Tensor) -> Tensor:
     return codes.new_empty(codes.shape[1], codes.shape[0])
 
 
-def write_transpose(codes: Tensor, out: Tensor) -> Tensor:
-    """Writes the transpose of codes to `out`."""
+def write_transpose(codes: Tensor, out: Tensor | None = None) -> Tensor:
+    """Writes the transpose of codes to `out`, or to memory of its own."""
+    out = codes.new_empty(codes.shape[1], codes.shape[0]) if out is None else out
     if codes.is_cuda and has_triton():
         from halfstep.torch.kernels.transpose import transpose  # needs Triton
 

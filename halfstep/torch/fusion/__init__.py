@@ -7,6 +7,7 @@ however a model is written, its layers, casts, views and losses are nodes with a
                bf16 -> views, float, softcap -> cross_entropy      the loss of narrow logits, not widened
     casts.py   bf16 -> float, views, bf16                          the views alone
     mlp.py     linear -> tanh GELU -> linear                       matmuls that compute the GELU
+               silu(linear) * linear -> linear                     the product, computed again in the backward pass
                either GELU, relu^2                                 functions that take less time or memory
 
 Each says why where it does not apply. The graph is not functional: views share memory, and operations may write in
@@ -19,6 +20,7 @@ set, and only in graphs that have layers of ours. Other backends compute the sam
 
 import importlib
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx
@@ -28,22 +30,32 @@ from halfstep.torch.fusion import casts, loss, mlp
 from halfstep.torch.numerics.compile_cache import allow_in_graph
 from halfstep.torch.numerics.matmul import linear_in_graph
 
-REPLACEMENTS = (loss.layer_loss, loss.row_loss, mlp.mlp_in_graph, *mlp.FORMS.values())
+REPLACEMENTS: tuple[Callable[..., Any], ...] = (
+    loss.layer_loss,
+    loss.row_loss,
+    mlp.mlp_in_graph,
+    *mlp.FORMS.values(),
+)
 
 LAYERS = (linear_in_graph, narrow_in_graph)
 FUSED: Counter[str] = Counter()
 """How often each fusion was made in this process."""
 APART: Counter[tuple[str, str]] = Counter()
 """How often one was not, with the reason."""
+BREAK = "operations on both sides of a graph break"
 
 
 def fuse(graph: fx.Graph) -> None:
     """Replaces what can be fused in a graph that has layers of ours, and notes what was found."""
     if not any(node.target in LAYERS for node in graph.nodes):
         return
-    for inner in _graphs_in(graph):
-        _fuse(inner)
-    _fuse(graph)
+    reason = getattr(graph.owning_module, "compile_subgraph_reason", None)
+    if reason is not None and reason.graph_break:
+        APART[BREAK, reason.reason.splitlines()[0]] += 1
+    for each in [*_graphs_in(graph), graph]:
+        if not hasattr(each, "fused"):
+            each.fused = True  # type: ignore[attr-defined]  # torch calls this for what a graph calls, too
+            _fuse(each)
 
 
 def _graphs_in(graph: fx.Graph) -> list[fx.Graph]:
@@ -54,7 +66,7 @@ def _graphs_in(graph: fx.Graph) -> list[fx.Graph]:
 
 def _fuse(graph: fx.Graph) -> None:
     casts.drop_round_trips(graph)
-    for make in (mlp.fuse_layers, loss.fuse_losses, mlp.replace_functions):
+    for make in (mlp.fuse_layers, loss.fuse_losses, mlp.replace_functions, mlp.recompute_gates):
         for name, why in make(graph):
             if why:
                 APART[name, why] += 1

@@ -9,6 +9,7 @@ norms, and arithmetic that an fp32 tensor promotes. Positions that are counted i
 too. Of attention on a GPU it has the kernel that torch takes, or why it takes none.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -32,17 +33,16 @@ from halfstep.torch.numerics.lowering import bypass_mode, to_compute
 
 def record(model: nn.Module, loss_fn: Callable[[Any], Any], batch: Any) -> Coverage:
     """Runs one forward pass and lists its functions."""
-    counts: dict[Row, int] = {}
+    counts = Counter[Row]()
     running, followed = RunningModules(), Counts()
-
-    def add(row: Row) -> None:
-        counts[row] = counts.get(row, 0) + 1
 
     def watch(scope: Scope, func: Any, args: Any, kwargs: Any, entry: Entry | None, why: str) -> None:
         how = _how(scope, func, args, kwargs, entry, why)
         if how is not None:
             kernel = _kernel(scope, args, kwargs) if func is F.scaled_dot_product_attention else ""
-            add(Row(_function(func), _inside(running), how[0], how[1] + kernel))
+            known = resolve_name(func)
+            name = known if known and "<" not in known else getattr(func, "__name__", str(func))
+            counts[Row(name, _inside(running), how[0], how[1] + kernel)] += 1
 
     def see(func: Any, args: Any, kwargs: Any, result: Any) -> None:
         count = followed.see(func, args, kwargs, result)
@@ -50,7 +50,7 @@ def record(model: nn.Module, loss_fn: Callable[[Any], Any], batch: Any) -> Cover
             fmt, module = format_of(count.dtype), _inside(running)
             why = f"counts in {fmt}, which rounds {rounded} of {count.elements} positions: count in integers"
             warn_caller(f"`{count.function}` {why}" + (f" (`{module}`)" if module else ""))
-            add(Row(count.function, module, "unchanged", why))
+            counts[Row(count.function, module, "unchanged", why)] += 1
 
     WATCHERS.append(watch)
     try:
@@ -93,8 +93,3 @@ def _kernel(scope: Scope, args: Any, kwargs: Any) -> str:
     options = {name: given[name] for name in ("scale", "enable_gqa") if name in given}
     causal, dropout = given.get("is_causal", False), given.get("dropout_p", 0.0)
     return f", {attention.kernel_of(q, k, v, mask, dropout=dropout, causal=causal, **options)}"
-
-
-def _function(func: Any) -> str:
-    known = resolve_name(func)
-    return known if known and "<" not in known else getattr(func, "__name__", str(func))

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from halfstep.config.run import MOST_SLICE
 from halfstep.core.errors import ArgumentError
 from halfstep.core.formats import FP32
-from halfstep.core.observed import LayerInfo, LayerNumbers, Observation, Sample, format_table, name_numbers
+from halfstep.core.observed import LayerInfo, LayerNumbers, Sample, first_rows, format_table, name_numbers, samples
 from halfstep.core.precision import Precision
 from halfstep.core.refusal import check_numbers
 from halfstep.torch.instruments.observe.slots import LayerWatch, first_tensor
@@ -172,18 +172,12 @@ def _kind(module: nn.Module) -> str:
 
 
 def _describe(name: str, module: nn.Module) -> LayerInfo:
-    precision = _precision(module)
     weight = next((p for p in module.parameters() if p.dim() > 1), next(module.parameters(), None))
     held = FP32 if weight is None or is_split(weight) else _FORMATS.get(weight.dtype, FP32)
-    return LayerInfo.of(name, _kind(module), precision, held)
-
-
-def _precision(module: nn.Module) -> Precision:
+    first = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     casts = casts_of(module)
-    if casts is not None:
-        return cast(Precision, casts.precision)
-    held = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-    return Precision.in_format(_FORMATS.get(held, FP32))
+    precision = Precision.in_format(_FORMATS.get(first, FP32)) if casts is None else casts.precision
+    return LayerInfo.of(name, _kind(module), precision, held)
 
 
 NEVER = 2**62  # updates between two copies, if the caller makes them
@@ -272,7 +266,7 @@ class Monitor:
         Rows are those of the first dimension of the batch's tensors. It runs eagerly, with the weights of now, and
         leaves gradients, buffers and random state as they were. Waits for the device.
         """
-        rows, whole = _first_rows(batch, share)
+        rows, whole = first_rows(batch, share, tree_leaves(batch), tree_map)
         seen: list[tuple[LayerInfo, str, Part]] = []
         with extra_pass_of_run(self._run), ExitStack() as stack:
             for module, info in zip(self._watch.modules, self.layers, strict=True):
@@ -283,13 +277,11 @@ class Monitor:
             # Gradients as the whole batch has them: its loss is divided by all of its tokens.
             (loss.float() / weight * whole * self._run.scale_state.scale).backward()
         for module, info in zip(self._watch.modules, self.layers, strict=True):
-            if (p := _matrix(module)) is not None:
+            own = sorted((p for p in module.parameters() if p.is_floating_point()), key=lambda p: p.dim() < 2)
+            for p in own[:1]:  # the first matrix, else the first parameter
                 seen.append((info, "weight", part_of(stored_values(p, p.numel()), spec_of_role(info, "weight"))))
-        merged: dict[str, dict[str, Observation]] = {info.name: {} for info in self.layers}
-        for (info, role, _), observation in zip(seen, observations([part for *_, part in seen]), strict=True):
-            roles = merged[info.name]
-            roles[role] = roles[role] + observation if role in roles else observation
-        return {name: {role: each.sample() for role, each in roles.items()} for name, roles in merged.items()}
+        pairs = zip(seen, observations([part for *_, part in seen]), strict=True)
+        return samples(self.layers, ((info.name, role, each) for (info, role, _), each in pairs))
 
 
 def _observe(
@@ -307,22 +299,3 @@ def _observe(
         keep("activation", x)
     if y is not None and y.requires_grad:
         y.register_hook(partial(keep, "gradient"))
-
-
-def _matrix(module: nn.Module) -> Tensor | None:
-    """Returns the weight of a layer: its first matrix, else its first parameter."""
-    own = [p for p in module.parameters() if p.is_floating_point()]
-    return next((p for p in own if p.dim() > 1), own[0] if own else None)
-
-
-def _first_rows(batch: Any, share: float) -> tuple[Any, float]:
-    """Returns a share of the rows of a batch, at least one, and which share that is."""
-    sizes = [t.shape[0] for t in tree_leaves(batch) if isinstance(t, Tensor) and t.dim()]
-    if not sizes:
-        return batch, 1.0
-    kept = max(1, int(sizes[0] * share))
-
-    def cut(value: Any) -> Any:
-        return value[:kept] if isinstance(value, Tensor) and value.dim() and value.shape[0] == sizes[0] else value
-
-    return tree_map(cut, batch), kept / sizes[0]

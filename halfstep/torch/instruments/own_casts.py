@@ -53,11 +53,8 @@ class OwnCasts:
         floats = {x.dtype for x in args if isinstance(x, Tensor) and x.is_floating_point()}
         if floats and func.namespace not in _OF_TORCH and (place := _asked_at()):
             self._note(self.unwidened, f"`{func}` is a kernel of its own ({place})")
-        if (
-            func is torch.ops.aten.view.dtype
-            and bool(floats) != args[1].is_floating_point
-            and (place := _asked_at())
-        ):
+        of_bits = func is torch.ops.aten.view.dtype and bool(floats) != args[1].is_floating_point
+        if of_bits and (place := _asked_at()):
             self._note(self.unwidened, f"reads or writes bits ({place})")
             if args[1].itemsize < args[0].itemsize and not kept:
                 raise ValueError  # they would be those of the wide number

@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from halfstep.core.errors import ArgumentError
 from halfstep.core.formats import Format
 from halfstep.core.precision import Precision
 from halfstep.torch.convert.modules import Code, Island, Leaf, Root
@@ -73,19 +72,17 @@ def switch_formats(run: Any, precisions: Mapping[str, Precision] | None = None) 
     `precisions_of`; `core.precision.precisions(policy, names)` gives those of a whole policy. Everything that a
     pass inside changes is restored at the end.
     """
-    model, given = run.model, dict(precisions or {})
-    known = precisions_of(model)
-    for name in given:
-        if name not in known:
-            raise ArgumentError(
-                f"`{name}` is no module with a precision",
-                hint=f"such as `{next(iter(known), '')}`: precisions_of(model)",
-            )
+    given = precisions or {}
+    wanted = {name: given.get(name, Precision()) for name in precisions_of(run.model)}
     with ExitStack() as stack:
         stack.enter_context(extra_pass_of_run(run))
-        _pause_ddp_sync(run, stack)
+        # `replay` averages by itself: DDP does not communicate, and its buckets stay as they are.
+        for wrapper in run.wrappers() if num_ranks() > 1 and run.sharded is None else []:
+            sync = ("require_backward_grad_sync", "require_forward_param_sync")
+            stack.callback(vars(wrapper).update, {key: getattr(wrapper, key) for key in sync})
+            wrapper.require_backward_grad_sync = False
         stack.callback(_reshard, run)
-        stack.enter_context(_set_precisions(model, {name: given.get(name, Precision()) for name in known}))
+        stack.enter_context(_set_precisions(run.model, wanted))
         _reshard(run)
         yield
 
@@ -110,14 +107,6 @@ def _reshard(run: Any) -> None:
     if run.sharded is not None:
         run.sharded.set_grad_sync(True)
         run.sharded.reshard()
-
-
-def _pause_ddp_sync(run: Any, stack: ExitStack) -> None:
-    """Keeps DDP from communicating: `replay` averages by itself, and DDP's buckets stay as they are."""
-    for wrapper in run.wrappers() if num_ranks() > 1 and run.sharded is None else []:
-        sync = {key: getattr(wrapper, key) for key in ("require_backward_grad_sync", "require_forward_param_sync")}
-        stack.callback(vars(wrapper).update, sync)
-        wrapper.require_backward_grad_sync = False
 
 
 def replay(

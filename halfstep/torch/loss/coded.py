@@ -56,6 +56,7 @@ from halfstep.torch.loss.plain import (
     row_losses_,
     sample_gradient,
     scale_gradients,
+    split_chunks,
 )
 from halfstep.torch.numerics.cast import to_native
 from halfstep.torch.numerics.dtypes import DTYPES, dtype_of
@@ -129,9 +130,10 @@ def coded_gradients(
     casts = CASTS_BY_NAME[words]
     grad_input, grad_weight = _empty_gradients(x, w, needs, casts)
     if needs[0]:
-        _write_grad_input(_codes(logits, casts), _transpose(w), g_inv, w_inv, grad_input)
+        given = (_codes(logits, casts), write_transpose(w).t(), g_inv, w_inv)
+        torch._scaled_mm(*given, out_dtype=casts.grad, out=grad_input)
     if needs[1]:
-        _write_grad_weight(logits, _transpose(x), g_inv, x_inv, grad_weight, casts)
+        _write_grad_weight(logits, write_transpose(x), g_inv, x_inv, grad_weight, casts)
     return grad_input, grad_weight
 
 
@@ -147,22 +149,23 @@ def coded_chunks(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Computes what plain.linear_gradients does, with codes; both gradients are fp32."""
     casts, terms = CASTS_BY_NAME[words], (ignored, smoothing, cap)
-    parts = _split(x, chunks)
+    parts = split_chunks(x, chunks, MULTIPLE)
     total, grad_input, grad_weight, _, sample = empty_gradients(x, w, [*needs, False], w.shape[0], parts, size)
-    w_t = _transpose(w) if needs[0] else w
+    w_t = write_transpose(w) if needs[0] else w
     g_inv = torch.full((), 1.0 / gradient_scale(casts), device=x.device)
     start = 0
-    for rows, wanted in zip(parts, _split(targets, chunks), strict=True):
+    for rows, wanted in zip(parts, split_chunks(targets, chunks, MULTIPLE), strict=True):
         first, stop = start == 0, start + rows.shape[0]
         logits = _logits(Lowered(rows, x_inv), Lowered(w, w_inv), casts)
         sample = sample_before(logits, wanted, size, terms, casts) if first else sample
         found = coded_row_losses_(logits, wanted, words, *terms).sum()
         total = found if first else total + found
         if needs[0]:
-            _write_grad_input(_codes(logits, casts), w_t, g_inv, w_inv, grad_input[start:stop])
+            given = (_codes(logits, casts), w_t.t(), g_inv, w_inv)
+            torch._scaled_mm(*given, out_dtype=torch.float32, out=grad_input[start:stop])
         if needs[1]:
             more = grad_weight if first else torch.empty_like(grad_weight)
-            _write_grad_weight(logits, _transpose(rows), g_inv, x_inv, more, casts)
+            _write_grad_weight(logits, write_transpose(rows), g_inv, x_inv, more, casts)
             grad_weight = more if first else grad_weight.add_(more)
             del more
         start = stop
@@ -174,7 +177,7 @@ def coded_chunks(
 def _(
     x: Tensor, w: Tensor, x_inv: Any, w_inv: Any, chunks: int, targets: Any, needs: list[bool], *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    parts = _split(x, chunks)
+    parts = split_chunks(x, chunks, MULTIPLE)
     total, dx, dw, _, sample = empty_gradients(x, w, [*needs, False], w.shape[0], parts, rest[-1])
     return total, dx, dw, sample
 
@@ -196,11 +199,6 @@ def _logits(x: Lowered, w: Lowered, casts: Casts) -> Tensor:
     return product(x, w, casts.precision.compute, casts.compute, casts, fast=casts.fast)
 
 
-def _write_grad_input(g: Tensor, w_t: Tensor, g_inv: Tensor, w_inv: Tensor, out: Tensor) -> None:
-    """Writes g W."""
-    torch._scaled_mm(g, w_t.t(), g_inv, w_inv, out_dtype=out.dtype, out=out)
-
-
 def _write_grad_weight(
     logits: Tensor, x_t: Tensor, g_inv: Tensor, x_inv: Tensor, out: Tensor, casts: Casts
 ) -> None:
@@ -213,13 +211,8 @@ def _write_grad_weight(
     for start in range(0, width, step):
         some, into = g[:, start : start + step], out[start : start + step]
         count = some.shape[1]
-        some = _transpose(some, room[:count, :tokens] if fits else None)
+        some = write_transpose(some, room[:count, :tokens] if fits else None)
         torch._scaled_mm(some, x_t.t(), g_inv, x_inv, out_dtype=out.dtype, out=into)
-
-
-def _transpose(codes: Tensor, out: Tensor | None = None) -> Tensor:
-    """Returns the same codes with the other dimension last, in memory of their own unless some is given."""
-    return write_transpose(codes, codes.new_empty(codes.shape[1], codes.shape[0]) if out is None else out)
 
 
 def sample_before(logits: Tensor, targets: Tensor, size: int, terms: Sequence[Any], casts: Casts) -> Tensor:
@@ -231,11 +224,6 @@ def sample_before(logits: Tensor, targets: Tensor, size: int, terms: Sequence[An
     g = logits[rows]
     row_losses_(g, targets[rows], width, *Terms(*terms), factor)
     return sample_gradient(g, size, factor)
-
-
-def _split(rows: Tensor, chunks: int) -> Sequence[Tensor]:
-    """Returns chunks of one size, which fp8 matmuls can sum over; the last may be smaller."""
-    return rows.split(-(-rows.shape[0] // (chunks * MULTIPLE)) * MULTIPLE)
 
 
 def _empty_gradients(x: Tensor, w: Tensor, needs: Sequence[bool], casts: Casts) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,6 @@ from halfstep.torch.fp8.linear import (
     has_one_scale,
     lower,
     narrow_in_graph,
-    narrow_linear,
     output,
     pad_rows,
 )
@@ -69,31 +68,19 @@ def narrow_losses(
         assert casts.wide is not None
         return linear_losses(x, values, owner, bias, targets, casts.wide, terms)
     refuse_transforms(*NARROW_ONCE)
-    needs = (x.requires_grad, owner.requires_grad, bias is not None and bias.requires_grad)
-    if not (torch.is_grad_enabled() and any(needs)):
-        logits = rows_of(narrow_linear(x, values, owner, bias, casts, history))
-        return row_losses(logits, targets, logits.shape[1], *terms)[0].sum(), None
-    return _losses(
-        x, values, owner, bias, targets, casts, amaxes_of(history, casts, trained=True), terms, chunks, size
-    )
+    past = amaxes_of(history, casts, trained=any(t is not None and t.requires_grad for t in (x, owner, bias)))
+    return losses_of_narrow_layer(x, values, owner, bias, targets, casts, past, terms, chunks, size)
 
 
 def losses_of_narrow_layer(
     x: Tensor, values: Tensor, owner: Tensor, bias: Tensor | None, targets: Tensor, casts: Casts,
-    past: tuple[Tensor | None, Tensor | None], terms: Terms, chunks: int,
+    past: tuple[Tensor | None, Tensor | None], terms: Terms, chunks: int, size: int = 0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The same in the graph of compiled code, where amaxes of earlier updates are known."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, owner, bias)):
-        return _losses(x, values, owner, bias, targets, casts, past, terms, chunks, 0)
-    logits = rows_of(narrow_in_graph(casts.words, chunks, x, values, owner, bias, *past, compiling()))
-    return row_losses(logits, targets, logits.shape[1], *terms)[0].sum(), None
-
-
-def _losses(
-    x: Tensor, values: Tensor, owner: Tensor, bias: Tensor | None, targets: Tensor, casts: Casts,
-    past: tuple[Tensor | None, Tensor | None], terms: Terms, chunks: int, size: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same where amaxes of earlier updates are known, as in the graph of compiled code."""
     needs = (x.requires_grad, owner.requires_grad, bias is not None and bias.requires_grad)
+    if not (torch.is_grad_enabled() and any(needs)):
+        logits = rows_of(narrow_in_graph(casts.words, chunks, x, values, owner, bias, *past, compiling()))
+        return row_losses(logits, targets, logits.shape[1], *terms)[0].sum(), None
     if not why_not_coded(casts, terms, bias=bias is not None):
         return coded_losses(x, values, owner, targets, casts, terms, chunks, size)
     given = (x, values, owner, bias, *past, compiling())

@@ -120,7 +120,7 @@ def row_gradients(
 ) -> Tensor:  # fmt: skip
     """Returns the gradient of each row's loss, times its factor, in the dtype of the logits; `kept` as below."""
     terms = Terms(ignored, smoothing, cap, z_loss)
-    grads = _empty_like(logits)
+    grads = logits.new_empty(logits.shape)
     if has_kernel(logits):
         kernels().gradients(logits, grads, targets, lses, factors, width, terms, kept)
     else:
@@ -131,7 +131,7 @@ def row_gradients(
 
 @row_gradients.register_fake
 def _(logits: Tensor, *_: Any) -> Tensor:
-    return _empty_like(logits)
+    return logits.new_empty(logits.shape)
 
 
 @torch.library.custom_op("halfstep::cross_entropy_", mutates_args=("logits",))
@@ -177,8 +177,11 @@ def linear_gradients(
         sample = sample_gradient(logits[:, :width], size, factor) if first else sample
         if needs[0]:
             grad_input[start : start + some.shape[0]] = matmul(logits, w, torch.float32)
-        if needs[1]:
-            _add_product(grad_weight, logits.t(), some, first)
+        if needs[1] and rows.is_cuda:  # whose matmul adds to a sum by itself
+            given = (grad_weight, logits.t(), some, torch.float32)
+            torch.ops.aten.addmm.dtype_out(*given, beta=0 if first else 1, out=grad_weight)
+        elif needs[1]:
+            add_or_begin(grad_weight, matmul(logits.t(), some, torch.float32), first)
         if needs[2]:
             add_or_begin(grad_bias, logits.sum(0, dtype=torch.float32), first)
         start += some.shape[0]
@@ -219,14 +222,6 @@ def evenly_spaced(x: Tensor, size: int) -> Tensor:
             x = x[(slice(None),) * dim + (slice(start, start + (kept - 1) * step + 1, step),)]
         size //= max(kept, 1)
     return x
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """Adds a b to an fp32 matrix: in the matmul itself where the device has one that does."""
-    if a.is_cuda:
-        torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, beta=0 if first else 1, out=total)
-    else:
-        add_or_begin(total, matmul(a, b, torch.float32), first)
 
 
 def add_or_begin(total: Tensor, more: Tensor, first: bool) -> None:
@@ -294,10 +289,6 @@ def _empty_rows(logits: Tensor) -> Tensor:
     return logits.new_empty(logits.shape[0], dtype=torch.float32)
 
 
-def _empty_like(logits: Tensor) -> Tensor:
-    return logits.new_empty(logits.shape)
-
-
 def has_kernel(logits: Tensor) -> bool:
     """Whether the kernel runs on the device of a tensor."""
     return logits.is_cuda and has_triton()
@@ -342,7 +333,6 @@ class LinearCrossEntropy(torch.autograd.Function):
         values: Tensor,
         owner: Tensor,
         bias: Tensor | None,
-        bias_owner: Tensor | None,
         targets: Tensor,
         terms: Terms,
         chunks: int,
@@ -383,7 +373,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         dx, dw, db = scale_gradients(grads, needs, factor, casts)
         dx = None if dx is None else dx.view(ctx.shape)
         dw, db = (None if grad is None else grad[: ctx.rows] for grad in (dw, db))
-        return dx, None, dw, None, db, *[None] * 7
+        return dx, None, dw, db, *[None] * 7
 
 
 def scale_gradients(grads: Sequence[Any], needs: Sequence[bool], factor: Tensor, casts: Casts) -> list[Any]:
@@ -413,9 +403,9 @@ def chunks_for(tokens: int, columns: int, asked: int) -> int:
     return max(asked, min(tokens // TOKENS_OF_CHUNK, 2 * tokens * columns // LARGE_CHUNK))
 
 
-def split_chunks(rows: Tensor, chunks: int) -> Sequence[Tensor]:
-    """Returns the chunks of tokens, of one size, the last of which may be smaller."""
-    return rows.split(max(1, -(-rows.shape[0] // chunks)))
+def split_chunks(rows: Tensor, chunks: int, multiple: int = 1) -> Sequence[Tensor]:
+    """Returns the chunks of tokens, of one size, a multiple of what matmuls sum over; the last may be smaller."""
+    return rows.split(max(1, -(-rows.shape[0] // (chunks * multiple))) * multiple)
 
 
 # --- entry points
@@ -482,17 +472,15 @@ def linear_losses(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Returns the sum of the losses of x W^T + b, of an x in compute; `targets` are of one dimension.
 
-    With a `width`, of the first columns alone: the others pad a vocabulary.
-
-    Beside it, `size` elements of the logits' gradient for a loss whose own is 1, in fp32; None without gradients.
+    With a `width`, of the first columns alone: the others pad a vocabulary. Beside it, `size` elements of the
+    logits' gradient for a loss whose own is 1, in fp32; None without gradients.
     """
-    given = None if bias is None else bias.detach()
     needs = (x.requires_grad, owner.requires_grad, bias is not None and bias.requires_grad)
     chunks = chunks_for(targets.shape[0], values.shape[0], chunks)
     if torch.is_grad_enabled() and any(needs):
         settings = (terms, chunks, needs, size, width or values.shape[0], casts)
-        return LinearCrossEntropy.apply(x, values, owner, given, bias, targets, *settings)  # type: ignore[no-any-return]
-    rows, w, b = operands(x, values, given, casts)
+        return LinearCrossEntropy.apply(x, values, owner, bias, targets, *settings)  # type: ignore[no-any-return]
+    rows, w, b = operands(x, values, bias, casts)
     pairs = zip(split_chunks(rows, chunks), split_chunks(targets, chunks), strict=True)
     width = width or values.shape[0]
     sums = [row_losses(_logits(some, w, b), wanted, width, *terms)[0].sum() for some, wanted in pairs]

@@ -58,7 +58,7 @@ class Linear(torch.autograd.Function):
         casts: Casts,
     ) -> Tensor:
         ctx.casts, compute = casts, casts.compute
-        ctx.transposed = is_transposed(owner)
+        ctx.transposed = not owner.is_contiguous()  # held as (inputs, outputs)
         w = values if values.dtype is compute else values.to(compute)
         if bias is None:
             outputs, lacking = w.shape[0], tensor_core_padding(w.shape[0], x) if x.is_cuda else 0
@@ -89,7 +89,10 @@ class Linear(torch.autograd.Function):
         if needs[0]:
             grad_input = torch.mm(rows, w).view_as(x)  # .view(x.shape) costs more host time
         if needs[2]:
-            grad_weight = weight_gradient(rows, x.reshape(-1, w.shape[1]), ctx.transposed)
+            left, right = rows, x.reshape(-1, w.shape[1])  # as `weight_gradient`, which costs a call
+            left, right = (right, left) if ctx.transposed else (left, right)
+            grad_weight = matmul(left.t(), right, torch.float32)
+            grad_weight = grad_weight.t() if ctx.transposed else grad_weight
             grad_weight = grad_weight[:outputs] if added else grad_weight
         if needs[4]:
             grad_bias = rows.sum(0, dtype=torch.float32)
@@ -136,11 +139,6 @@ class RoundedLinear(torch.autograd.Function):
         if needs_bias:
             grad_bias = round_tensor(rows.sum(0, dtype=torch.float32), p.grad_weight, casts.grad_weight, casts)
         return grad_input, None, grad_weight, None, grad_bias, None
-
-
-def is_transposed(owner: Tensor) -> bool:
-    """Whether a weight is held as (inputs, outputs)."""
-    return not owner.is_contiguous() and owner.t().is_contiguous()
 
 
 def weight_gradient(g: Tensor, x: Tensor, transposed: bool) -> Tensor:
@@ -253,7 +251,7 @@ class LinearGeluLinear(torch.autograd.Function):
         w1, w2 = up.to(compute), down.to(compute)
         b1, b2 = (None if bias is None else bias.to(compute) for bias in (up_bias, down_bias))
         rows = rows_of(x).contiguous()
-        ctx.transposed = is_transposed(up_owner), is_transposed(down_owner)
+        ctx.transposed = not up_owner.is_contiguous(), not down_owner.is_contiguous()
         h, act = epilogue.linear_gelu(rows, w1.t(), b1)
         ctx.save_for_backward(rows, w1, w2, h, *(() if lean else (act,)))
         ctx.shape = x.shape

@@ -62,12 +62,3 @@ def block_traffic(
         copies, numbers * 4 // shards
     )
     return Sent(within + around_them, within, gradients)
-
-
-def readable(nbytes: int) -> str:
-    """Returns bytes as people write them."""
-    for unit in ("bytes", "KB", "MB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}" if unit != "bytes" else f"{nbytes} bytes"
-        nbytes /= 1000  # type: ignore[assignment]
-    return f"{nbytes:.3g} GB"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 Place = tuple[nn.Module, str]
 # A copy, the buffer it is a copy of, and that buffer's version then.
 BufferCopy = tuple[Tensor, Tensor, int]
+Written = tuple[Place, Tensor, Tensor]  # a buffer and its copy
 _VERSION = attrgetter("_version")
 
 
@@ -65,10 +66,10 @@ class Buffers:
             for norms in self._norms:
                 norms.remember()
             return
-        for place, buffer in self._buffers():
-            if self._changed(place, buffer):
-                self._kept[place] = _copy(buffer)
-        self._settle()
+        written = self._written()
+        for buffers, kept in _by_format(written):
+            torch._foreach_copy_(kept, buffers)
+        self._settle(written)
 
     @torch.no_grad()
     def restore_unless(self, finite: Tensor) -> None:
@@ -79,22 +80,25 @@ class Buffers:
                 norms.restore_unless(finite)
             return
         self.were_written = True
-        written: list[tuple[Place, Tensor, Tensor]] = []
-        for place, buffer in self._buffers():
-            before = self._kept[place][0] if place in self._kept else None
-            if before is None or (buffer.shape, buffer.dtype) != (before.shape, before.dtype):
-                self._kept[place] = _copy(buffer)
-            elif self._changed(place, buffer):
-                written.append((place, buffer, before))
-        for buffers, kept in _by_format([(now, before) for _, now, before in written]):
+        written = self._written()
+        for buffers, kept in _by_format(written):
             now, before = (torch.cat([t.reshape(-1) for t in tensors]) for tensors in (buffers, kept))
             chosen = torch.where(finite, now, before).split([t.numel() for t in buffers])
             parts = [part.view(t.shape) for part, t in zip(chosen, buffers, strict=True)]
             torch._foreach_copy_(buffers, parts)
             torch._foreach_copy_(kept, parts)
-        for place, buffer, before in written:
-            self._kept[place] = (before, buffer, buffer._version)
-        self._settle()
+        self._settle(written)
+
+    def _written(self) -> list[Written]:
+        """Returns what may have been written to since it was copied; copies what is new."""
+        written = []
+        for place, buffer in self._buffers():
+            kept, known, version = self._kept.get(place, (None, None, -1))
+            if kept is None or (buffer.shape, buffer.dtype) != (kept.shape, kept.dtype):
+                self._kept[place] = buffer.detach().clone(), buffer, buffer._version
+            elif known is not buffer or version != buffer._version or _is_uncounted(place):
+                written.append((place, buffer, kept))
+        return written
 
     def _only_norms_written(self) -> bool:
         """Whether the buffers are the ones of the last look, and none was written to but those of norms."""
@@ -102,7 +106,9 @@ class Buffers:
         same = _same_objects(known, _list_values(self.contents.buffer_dicts))
         return same and [*map(_VERSION, counted)] == versions and all(norms.in_place() for norms in self._norms)
 
-    def _settle(self) -> None:
+    def _settle(self, written: Sequence[Written]) -> None:
+        for place, buffer, kept in written:
+            self._kept[place] = (kept, buffer, buffer._version)
         norms: dict[Any, list[Place]] = {}
         counted: list[Tensor] = []
         for place, buffer in self._buffers():
@@ -121,11 +127,6 @@ class Buffers:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-
-    def _changed(self, place: Place, buffer: Tensor) -> bool:
-        """Whether a buffer may have been written to."""
-        _, known, version = self._kept.get(place, (None, None, -1))
-        return known is not buffer or version != buffer._version or _is_uncounted(place)
 
 
 class _NormBuffers:
@@ -160,18 +161,14 @@ def _is_uncounted(place: Place) -> bool:
     return isinstance(place[0], nn.modules.batchnorm._NormBase)
 
 
-def _by_format(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[list[Tensor], list[Tensor]]]:
+def _by_format(written: Sequence[Written]) -> list[tuple[list[Tensor], list[Tensor]]]:
     """Returns tensors of one dtype and device together, which take a few kernels instead of one each."""
     groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-    for buffer, kept in pairs:
+    for _, buffer, kept in written:
         buffers, copies = groups.setdefault((buffer.dtype, buffer.device), ([], []))
         buffers.append(buffer.detach())
         copies.append(kept)
     return [*groups.values()]
-
-
-def _copy(buffer: Tensor) -> BufferCopy:
-    return buffer.detach().clone(), buffer, buffer._version
 
 
 def _list_values(dicts: Sequence[dict[str, Any]]) -> list[Any]:

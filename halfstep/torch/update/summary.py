@@ -8,6 +8,7 @@ import torch
 from halfstep.core.audit.coverage import some
 from halfstep.core.choice.layers import with_outcome
 from halfstep.core.formats import FP16, FP32
+from halfstep.core.host import format_bytes
 from halfstep.core.roles import print_value
 from halfstep.torch import fusion
 from halfstep.torch.convert.fp8_choice import uses_history
@@ -17,7 +18,6 @@ from halfstep.torch.model import Decoder
 from halfstep.torch.numerics import attention
 from halfstep.torch.optim.drivers import label
 from halfstep.torch.parallel.ranks import num_ranks
-from halfstep.torch.parallel.sizes import readable
 from halfstep.torch.update.own_steps import why_not
 from halfstep.torch.update.parts import RunParts
 from halfstep.torch.update.switches import fp32_is_fp32
@@ -157,9 +157,9 @@ def _ranks(run: RunParts) -> Iterator[str]:
         return
     sent, sharded = run.sent(), run.sharded is not None
     form = f"shards on {every // run.num_copies} of them" if sharded else "replicas"
-    weights = f"{readable(sent.forward + sent.backward)} of weights per micro-batch and " if sharded else ""
+    weights = f"{format_bytes(sent.forward + sent.backward)} of weights per micro-batch and " if sharded else ""
     yield (
-        f"  {every} ranks, {form}: each sends {weights}{readable(sent.gradients)} of gradients per update, in "
+        f"  {every} ranks, {form}: each sends {weights}{format_bytes(sent.gradients)} of gradients per update, in "
         f"{run.policy.reduce}, summed in fp32"
     )
     if sharded and run.conversion.split_later:

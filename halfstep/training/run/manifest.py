@@ -5,6 +5,7 @@ In addition to the digests of checkpoint.py, the manifest holds:
     policy, choice       the precision of the last step, and the measurement behind it if it was chosen
     schedule             the precisions of the run: [{"from": 0, "policy": "fp8-mixed"}, {"from": 850, ...}]
     device, versions     what computed it; `threads` of a CPU, if sums depend on their number
+    compiled             how its code was compiled, {"how": "no", "block" or "whole", "why"}
     changes              what was changed at resumes: [{"step": 8, "settings": {"policy": ["fp32", "bf16-mixed"]}}]
     config, init         the settings, and where the initial weights came from
     data                 identity of the data, position in it, and how much of it rollbacks skipped
@@ -50,7 +51,7 @@ from halfstep.training.session import backend_version
 from halfstep.training.telemetry.events import SettingsChange
 
 # Settings that a resumed run may change although they change bits: sums are taken in another order.
-_SWITCHES = ("compile", "recompute_blocks", "memory", "batch", "micro_batches")
+_SWITCHES = ("recompute_blocks", "memory", "batch", "micro_batches")
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class Resumable(Recorded):
 
     choice: Choice | None
     guard: RecordedHealth
+    compiled: Mapping[str, str] = field(default_factory=dict)
     changes: tuple[SettingsChange, ...] = ()
     schedule: tuple[ScheduleEntry, ...] = ()
 
@@ -154,6 +156,7 @@ class RunContext:
         return {
             **self._constants,
             "policy": self._policy_text,
+            "compiled": self.session.compilation._asdict(),
             "changes": self.changes,
             "data": {
                 "digest": self.corpus.digest,
@@ -213,6 +216,7 @@ class RunContext:
             **{key: known[key] for key in ("config", "schedule", "choice", "init")},
             "policy": self._policy_text,
             "outcome": self.session.outcome,
+            "compiled": self.session.compilation._asdict(),
             "changes": self.changes,
             "backend": {"name": config.backend, "version": known["versions"][config.backend]},
             "device": {"kind": device.kind, "name": device.name},
@@ -328,10 +332,18 @@ def describe_other_bits(manifest: Mapping[str, Any], now: Mapping[str, Any]) -> 
     return [f"since step {manifest['step']} {', '.join(differ)}: the bits may differ from an uninterrupted run's"]
 
 
+def how_compiled(manifest: Mapping[str, Any]) -> str:
+    """Returns how a step was compiled; in an older version `training.compile = true` was one graph."""
+    asked = manifest["config"].get("training", {}).get("compile") or manifest["config"].get("backend") == "jax"
+    before = "whole" if asked is True else asked or "no"
+    return str(manifest.get("compiled", {}).get("how", before))
+
+
 def _computed_by(manifest: Mapping[str, Any]) -> dict[str, Any]:
     training = manifest["config"].get("training", {})
     switches = {f"training.{name}": training.get(name) for name in _SWITCHES}
     versions = manifest.get("versions", {})
+    switches["training.compile"] = how_compiled(manifest)
     switches["parallel.shard"] = manifest["config"].get("parallel", {}).get("shard")
     run = {name: manifest.get(name) for name in ("device", "threads", "ranks")}
     return {**run, **versions, **switches}

@@ -30,6 +30,7 @@ from halfstep.training.run.manifest import (
     check_same_data,
     describe_changes,
     describe_other_bits,
+    how_compiled,
 )
 from halfstep.training.telemetry.events import check_writable
 
@@ -172,6 +173,9 @@ def decide(
     else:
         raise folder.not_a_run(out)
     config = settings.with_origin(written, override(written, overrides) if config is None else config)
+    older = manifest is not None and "compiled" not in manifest and how_compiled(manifest) == "whole"
+    if older and config.training.compile is True and config.backend == "torch":
+        config = replace(config, training=replace(config.training, compile="whole"))
     settings.check_same_run(out, written, config, {setting_named(each) for each in overrides})
     if not facts.is_writable:
         raise RunFolderError(f"`{out}` cannot be written", hint="change its permissions")

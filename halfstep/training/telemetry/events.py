@@ -3,9 +3,10 @@
 Every line has `event`, its kind, and `time`, Unix seconds. The kinds and their fields:
 
     start        halfstep (version), config (table), policy (text), outcome (how many matmuls run in fp8 and
-                 why no more do, if that is less than the policy's name says; else empty), choice ({preset,
-                 reason} or null), backend ({name, version}), device ({kind, name}), ranks (processes that
-                 share the run), parameters, tokens_per_step, resumed_from (or null),
+                 why no more do, if that is less than the policy's name says; else empty), compiled ({how: "no",
+                 "block" or "whole", why}), choice ({preset, reason} or null), backend ({name, version}), device
+                 ({kind, name}), ranks (processes that share the run), parameters, tokens_per_step, resumed_from
+                 (or null),
                  schedule ([{from, policy}]: the policies of the run, each from after so many steps on; `policy`
                  is that of the step it starts from),
                  changes ([{step, settings: {name: [before, after]}}]: what was changed where it resumed), init
@@ -48,7 +49,8 @@ Every line has `event`, its kind, and `time`, Unix seconds. The kinds and their 
     warning      message
     stop         step, reason, saved (step of the newest complete checkpoint, or null), and totals
     end          step, seconds, loss, validation_loss, bits_per_byte, tokens_per_second, and totals: where the time
-                 of the session went (meters.py): spent, mfu, busy (or null), busy_unknown (why), memory
+                 of the session went (meters.py): spent, until_first_step (seconds from the start of the command to
+                 the end of the session's first step, or null), mfu, busy (or null), busy_unknown (why), memory
 
 `step` counts updates done: the first is 1. Losses are nats per token. A resumed run appends, from a new `start`
 on; steps between its `resumed_from` and the kill then occur twice, and the later line counts. JSON has no
@@ -95,12 +97,13 @@ _STEP: dict[str, Any] = {"step": Count}
 _LOSS: dict[str, Any] = {**_STEP, "loss": float | None, "grad_norm": float | None, "scale": float | None}
 _COLUMNS = Mapping[str, tuple[float | None, ...]]
 _DONE: dict[str, Any] = {**_STEP, "spent": Mapping[str, float | None] | None, "mfu": float | None}
-_DONE |= {"tokens_per_second": float | None, "memory": Count | None}
+_DONE |= {"until_first_step": float | None, "tokens_per_second": float | None, "memory": Count | None}
 _FIELDS: dict[str, dict[str, Any]] = {
     "start": {
         "config": Mapping[str, Any],
         "policy": str,
         "outcome": str | None,
+        "compiled": Mapping[str, str] | None,
         "choice": Mapping[str, str] | None,
         "changes": tuple[SettingsChange, ...],
         "schedule": tuple[Mapping[str, Any], ...],

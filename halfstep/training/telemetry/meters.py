@@ -126,6 +126,7 @@ class Meters:
         watch: Watch,
         *,
         devices: int = 1,
+        begun: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         training = config.training
@@ -139,6 +140,8 @@ class Meters:
         self._busy: float | None = 0.0  # of the steps after it; None if one of them is unknown
         self._waits: deque[float] = deque()  # for the batches of steps that were not read yet
         self._clock, self._began = clock, clock()
+        self._command_began = self._began if begun is None else begun
+        self.until_first_step: float | None = None  # seconds from the start of the command
 
     def start(self) -> None:
         """Starts the wall clock."""
@@ -174,7 +177,7 @@ class Meters:
         self.lost["input"] += wait if idle is None else min(wait, idle)
         self.steps += 1
         if self.steps == 1:
-            self._first = self.watch.seconds
+            self._first, self.until_first_step = self.watch.seconds, self._clock() - self._command_began
         elif self._busy is not None:
             self._busy = None if spent is None else self._busy + spent[0]
         return {"mfu": self._utilization(steps_per_second), "input_wait": wait}
@@ -196,6 +199,7 @@ class Meters:
             "spent": {
                 "wall": wall, "training": training, "first_step": self._first, **self.lost, "other": other
             },
+            "until_first_step": self.until_first_step,
             "mfu": self._utilization(self.speed()) if self._settled else None,
             "busy": busy,
             "busy_unknown": None if busy is not None else self.session.untimed or "too few steps",

@@ -9,6 +9,7 @@ full disk, a closed terminal or a pipe without a reader loses lines; nothing sto
 """
 
 import math
+import mmap
 import os
 import sys
 import textwrap
@@ -19,6 +20,7 @@ from datetime import timedelta
 from typing import Any, Self, TextIO
 
 from halfstep.core.errors import as_message
+from halfstep.core.host import format_bytes
 
 Clock = Callable[[], float]
 
@@ -26,6 +28,8 @@ SECONDS_BETWEEN_LINES = 2.5
 NARROWEST_BAR = 6  # columns, with the spaces around it
 _WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}  # a path stays whole
 FOREVER = 1e9  # seconds, thirty years: not worth showing
+# Since when nothing was said, and how many seconds of silence say nothing new; forked processes share it.
+SILENCE = memoryview(mmap.mmap(-1, 16)).cast("d")
 
 
 class Progress:
@@ -40,7 +44,7 @@ class Progress:
         self._stream = drop_refusals(sys.stderr if stream is None else stream)
         self._first: tuple[float, int] | None = None  # the first update: when, and how much was done
         self._last_line = -math.inf  # when it was printed
-        self._updated = clock()
+        self._updated = math.inf  # compiling counts for no update
         self._last_tenth = 0.0
         # A dumb terminal (such as one inside an editor) cannot redraw a line.
         self.is_live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
@@ -77,7 +81,7 @@ class Progress:
     def _show(self, done: int, parts: Iterable[str]) -> None:
         shown, label = list(filter(None, parts)), self._label(done)
         now = self.clock()
-        self._stream.expect_silence(2 * (now - self._updated))
+        expect_silence(2 * (now - self._updated))
         self._updated = now
         if self.is_live:
             # The last ones are left out where the terminal is too narrow for them and a bar.
@@ -100,7 +104,7 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stream.expect_silence(0.0)
+        expect_silence(0.0)
         if self.is_live:
             self._bar.stop()
 
@@ -207,21 +211,21 @@ def drop_refusals(stream: TextIO | None) -> Any:
     return stream if isinstance(stream, _Lossy) else _Lossy(stream)
 
 
+def expect_silence(seconds: float) -> None:
+    """Counts as said, without a word; then silence of so many seconds is nothing new."""
+    SILENCE[0], SILENCE[1] = time.monotonic(), seconds
+
+
 _REFUSALS = (OSError, ValueError)  # ValueError: the stream is closed, or its encoding lacks a letter
 
 
 class _Lossy:
     def __init__(self, stream: TextIO | None):
         self._stream = stream
-        self.heard, self.patience = time.monotonic(), 0.0  # seconds of silence that say nothing new
-
-    def expect_silence(self, seconds: float) -> None:
-        """Counts as heard, without a word; then silence of so many seconds is nothing new."""
-        self.heard, self.patience = time.monotonic(), seconds
 
     def write(self, text: str) -> int:
-        self.heard = time.monotonic()
         if self._stream is not None:
+            SILENCE[0] = time.monotonic()
             with suppress(*_REFUSALS):
                 self._stream.write(text)
         return len(text)
@@ -241,10 +245,3 @@ class _Lossy:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-def format_bytes(number: float) -> str:
-    """Returns a number of bytes in the unit that suits it: `1.2 GiB`."""
-    units = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
-    power = min(int(math.log2(number) // 10), len(units) - 1) if number >= 1 else 0
-    return f"{number:.0f} bytes" if power == 0 else f"{number / 1024**power:.1f} {units[power]}"

@@ -14,18 +14,16 @@ from halfstep.core.errors import OptionError
 
 def full():
     """A record in which nothing has its default."""
-    counts = UpdateCounts(3, 1, 12, 9, 8, 7, 6, 0.5, 2.0, 9, True, False)
+    counts = UpdateCounts(3, 12, 9, 8, 7, 6, 0.5, 2.0, 9, True, False)
     return Record(
         source="script",
         framework="jax",
         rank=1,
         updates=20,
         weights=[
-            Weight(
-                "a.b", "bf16", [2, 3], False, "matrix", "AdamW", "fp32", {"m": "bf16"}, True, "fp16", "f:1", counts
-            )
+            Weight("a.b", "bf16", False, "matrix", "AdamW", "fp32", {"m": "bf16"}, True, "fp16", "f:1", counts)
         ],
-        buffers=[Buffer("rope", "bf16", "rope", "f:2", "fp32")],
+        buffers=[Buffer("rope", "bf16", "rope")],
         operations=[
             Operation("n", "norm", ["bf16"], ["fp32"], "fp32", 2, 1.5, 3, 4, "f:3", True, True, 9, "rsqrt", 5)
         ],

@@ -23,9 +23,7 @@ def live(*weights, calls=(), checkpoints=()):
 
 
 def weight(format="bf16", master=None, kind="matrix", updates=None, **more):
-    return Weight(
-        "blocks.3.up", format, [4, 4], kind=kind, optimizer="AdamW", master=master, updates=updates, **more
-    )
+    return Weight("blocks.3.up", format, kind=kind, optimizer="AdamW", master=master, updates=updates, **more)
 
 
 def saved(path="checkpoint-20", *, weights="fp32", moments="fp32", **more):
@@ -190,7 +188,7 @@ HAZARDS = {  # rule: what it must find, what it must not, and the names that the
         ["rope.inv_freq"],
     ),
     "HS405 running": (
-        record(buffers=[Buffer("bn.running_mean", "fp16", "running", was="fp32")]),
+        record(buffers=[Buffer("bn.running_mean", "fp16", "running")]),
         record(buffers=[Buffer("bn.running_mean", "fp32", "running")]),
         ["bn.running_mean"],
     ),

@@ -9,12 +9,12 @@ import pytest
 import halfstep.jax
 from halfstep.core.errors import ArgumentError, RunStateError
 from halfstep.core.formats import parse
-from halfstep.core.observed import AMAX, COUNT, OVERFLOW, Observation
+from halfstep.core.observed import AMAX, COUNT, OVERFLOW, Observation, first_rows
 from halfstep.core.policy import as_policy
 from halfstep.core.roles import Operand
 from halfstep.jax.convert.apply import apply
 from halfstep.jax.instruments.gradient import find_layers, row_of, watched_gradient
-from halfstep.jax.instruments.monitor import Monitor, first_rows
+from halfstep.jax.instruments.monitor import Monitor
 from halfstep.jax.numerics.cast import quantize_scaled
 from tests.columns import row_of as reference
 
@@ -178,6 +178,8 @@ def test_what_is_asked_for_wrongly_is_refused_with_a_remedy():
 
 def test_a_share_of_a_batch_is_one_row_at_least():
     batch = {"x": np.zeros((32, 3)), "y": np.zeros(32), "temperature": np.zeros(())}
-    cut = first_rows(batch, 1 / 16)
+    cut, share = first_rows(batch, 1 / 16, jax.tree.leaves(batch), jax.tree.map)
     assert {name: np.shape(x) for name, x in cut.items()} == {"x": (2, 3), "y": (2,), "temperature": ()}
-    assert first_rows(np.zeros((3, 2)), 1 / 16).shape == (1, 2)
+    assert share == 1 / 16
+    x = np.zeros((3, 2))
+    assert first_rows(x, 1 / 16, [x], jax.tree.map)[0].shape == (1, 2)

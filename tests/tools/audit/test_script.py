@@ -4,6 +4,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -70,6 +71,23 @@ def test_another_sitecustomize_runs_and_the_path_is_the_scripts_own(tmp_path, mo
     code = "import sys; print('injected', any('inject' in entry for entry in sys.path))"
     run([sys.executable, "-c", code])
     assert capfd.readouterr().out.split("\n") == ["own sitecustomize", "injected False", ""]
+
+
+def test_a_process_that_outlives_the_audit_prints(tmp_path, capfd):
+    begun, ended = tmp_path / "begun", tmp_path / "ended"
+    code = (
+        "import pathlib, sys, time; begun, ended = map(pathlib.Path, sys.argv[1:]); begun.touch()\n"
+        "while not ended.exists(): time.sleep(0.1)\n"
+        "print('late')"
+    )
+    command = shlex.join([sys.executable, "-c", code, str(begun), str(ended)])
+    run(["bash", "-c", f"{command} 2>&1 & until [ -e {shlex.quote(str(begun))} ]; do sleep 0.1; done"])
+    ended.touch()
+    give_up, printed = time.monotonic() + 60, ""
+    while not printed and time.monotonic() < give_up:
+        printed = capfd.readouterr().out
+        time.sleep(0.1)
+    assert printed == "late\n"
 
 
 @pytest.mark.prove

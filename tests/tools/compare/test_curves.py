@@ -1,8 +1,12 @@
 """Losses that other tools have logged."""
 
+import json
 import math
 import os
+import sqlite3
 import time
+from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +14,10 @@ import pytest
 from halfstep.core.compare.gaps import CompareError
 from halfstep.report.compare import conclusion, html
 from halfstep.report.number_format import plain
-from halfstep.tools.compare.curves import Curve, read_log
+from halfstep.tools.compare.curves import Curve
 from halfstep.tools.compare.judge import judge
+from halfstep.tools.compare.logs import read_log, read_trackio
+from halfstep.tools.compare.runs import read_side
 
 
 def written(folder, text, name="log.csv"):
@@ -181,6 +187,138 @@ def test_runs_without_common_seeds_are_compared_unpaired(tmp_path):
         random.shuffle(b)
         again = judge(("a", "b"), a, b, delta=0.01).verdict
         assert again.interval99 == pytest.approx(first.verdict.interval99)
-    assert "between the means of 6 and 8 runs" in conclusion(first)
+    assert "between the means of 6 and 8 runs" in conclusion(first)[1]
     page = html(first)
     assert all(f'<td class="number">{plain(curve.held_out, 6)}</td>' in page for curve in (*a, *b))
+
+
+def test_jsonl_has_an_object_for_each_record(tmp_path):
+    lines = [
+        {"step": 10, "train": {"loss": 3.5}, "lr": None},
+        {"step": 20, "train": {"loss": 3.25}},
+        {"step": 20, "val_loss": 3.3},
+    ]
+    (curve,) = read_log(written(tmp_path, "\n".join(map(json.dumps, lines)) + "\n\n", "log.jsonl"))
+    assert [list(part) for part in curve.series["loss"]] == [[10, 20], [3.5, 3.25]]
+    assert (curve.held_out, curve.step, curve.seed) == (3.3, 20, None)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[1, 2]", "it is not an object"),
+        ('{"step": 3, "loss"', ":2: not a line of JSON"),
+        ('{"step": 3, "step": 4, "loss": 2}', "stands twice"),
+        ('{"step": "three", "loss": 2}', "not a number of updates"),
+        ('{"step": 3, "loss": [2]}', "`[...]` in the column `loss`"),
+        ('{"step": 3, "loss": true}', "`True` in the column `loss`"),
+        ('{"step": 3, "other": 2}', "empty from step 1 on"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a": ' * 900 + "1" + "}" * 900, "empty from step 1 on"),
+    ],
+)
+def test_a_line_of_jsonl_that_is_no_record_is_refused(tmp_path, line, message):
+    with pytest.raises(CompareError) as error:
+        read_log(written(tmp_path, '{"step": 1, "loss": 3}\n' + line, "log.jsonl"))
+    assert message in str(error.value)
+    assert len(str(error.value)) < 1000
+
+
+def test_a_folder_of_logs_has_a_run_in_each_with_the_seed_of_its_name(tmp_path):
+    for side, offset in (("a", 0.25), ("b", 0.0)):
+        (tmp_path / side).mkdir()
+        for seed, luck in enumerate([0.5, -0.25, 0.125]):
+            lines = [{"step": step, "loss": 4 - step / 100 + luck + offset} for step in range(1, 41)]
+            written(tmp_path / side, "\n".join(map(json.dumps, lines)), f"seed_{seed}.jsonl")
+        written(tmp_path / side, "step,loss\n" + "\n".join(f"{n},{3 + offset}" for n in range(1, 41)), "Seed3.csv")
+        written(tmp_path / side, "not a log", "notes.md")
+    result = judge(("a", "b"), *(read_side(str(tmp_path / side)) for side in "ab"), share=0.01)
+    assert result.seeds == (0, 1, 2, 3)
+    assert result.verdict.delta == pytest.approx(0.01 * np.mean(result.b.losses))
+    assert (result.verdict.mean, result.verdict.kind) == (pytest.approx(0.25), "different")
+    assert result.correlation == pytest.approx(1.0)
+    assert "its order in a pair: they are taken to be the same" in "".join(result.notes)
+    apart = judge(("a", "b"), *(read_side(str(tmp_path / side)) for side in "ab"), delta=0.01, paired=False)
+    assert (apart.seeds, apart.correlation, apart.verdict.kind) == ((), None, "cannot tell")
+    (tmp_path / "a" / "seed-3.csv").write_text("loss\n3\n")
+    with pytest.raises(CompareError, match="two runs of the seed 3"):
+        read_side(str(tmp_path / "a"))
+
+
+def test_how_many_more_steps_the_worse_side_needs_stands_beside_the_gap(tmp_path):
+    sides = []
+    for offset in (0.05, 0.0):  # the loss falls by 0.01 a step
+        text = "step,loss\n" + "\n".join(f"{n},{9 - n / 100 + offset + n % 2 / 1000}" for n in range(1, 201))
+        sides.append([replace(read_log(written(tmp_path, text))[0], seed=seed) for seed in range(2)])
+    result = judge(("a", "b"), *sides, delta=0.0)
+    assert result.behind == pytest.approx(5, abs=1)
+    assert f"({result.behind} steps)" in conclusion(result)[1]
+    assert judge(("a", "b"), *reversed(sides), delta=0.0).behind == result.behind
+
+
+def test_runs_of_other_lengths_are_compared_by_their_ends(tmp_path):
+    def ends(steps, loss):
+        return [
+            replace(read_log(written(tmp_path, f"step,loss,val_loss\n{steps},3,{loss}\n"))[0], seed=s)
+            for s in (0, 1)
+        ]
+
+    result = judge(("a", "b"), ends(460, 2.5), ends(500, 2.25), delta=0.1)
+    assert (result.measure, result.verdict.mean) == ("held-out loss at the end of each run", 0.25)
+    assert "A at 460, B at 500" in "".join(result.notes)
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A database as trackio leaves it."""
+    with closing(sqlite3.connect(tmp_path / "mine.db")) as database:
+        database.execute("PRAGMA journal_mode=WAL")
+        database.execute(
+            "CREATE TABLE metrics (id INTEGER PRIMARY KEY, timestamp TEXT, run_name TEXT, step INTEGER, metrics)"
+        )
+        for arm, offset in (("bf16", 0.25), ("fp32", 0.0)):
+            for seed in range(2):
+                for step in range(1, 11):
+                    row = json.dumps({"loss": 3 + offset + seed / step, "note": {"text": "ok"}})
+                    given = row.encode() if step % 2 else row  # as orjson writes it
+                    values = ("now", f"{arm}-seed-{seed}", step, given)
+                    database.execute("INSERT INTO metrics VALUES (NULL, ?, ?, ?, ?)", values)
+        database.commit()
+    return tmp_path / "mine.db"
+
+
+def test_runs_of_trackio_are_named_by_their_project(project, tmp_path):
+    sides = [read_side(f"{project}:{arm}-*") for arm in ("bf16", "fp32")]
+    result = judge(("bf16", "fp32"), *sides, delta=0.1)
+    assert (result.seeds, result.verdict.mean) == ((0, 1), pytest.approx(0.25))
+    assert len(read_side(f"{project}:*")) == len(read_trackio(project)) == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.db"]  # nothing is left beside it
+
+
+def test_what_is_still_in_the_log_of_a_database_is_read(project):
+    with closing(sqlite3.connect(project)) as open_database:
+        values = ("now", "late-seed-0", 1, json.dumps({"loss": 2.0}))
+        open_database.execute("INSERT INTO metrics VALUES (NULL, ?, ?, ?, ?)", values)
+        open_database.commit()
+        (curve,) = read_side(f"{project}:late*")
+    assert list(curve.series["loss"][1]) == [2.0]
+
+
+def test_a_database_that_is_not_of_trackio_is_refused(project, tmp_path):
+    for runs, message in (("none-*", "has no run called `none-*`"), ("", "is not a database")):
+        if not runs:
+            with closing(sqlite3.connect(project)) as database:
+                database.execute("ALTER TABLE metrics RENAME TO others")
+                endless = (
+                    "WITH RECURSIVE n(id) AS (SELECT 1 UNION ALL SELECT id + 1 FROM n) SELECT id, 'a' AS run_name"
+                )
+                database.execute(f"CREATE VIEW metrics AS {endless}, 1 AS step, '' AS metrics FROM n")
+        with pytest.raises(CompareError) as error:
+            read_side(f"{project}:{runs}")
+        assert message in str(error.value)
+    (tmp_path / "text.db").write_text("step,loss\n1,2\n" * 100)
+    with pytest.raises(CompareError, match="is not a database of trackio"):
+        read_side(str(tmp_path / "text.db"))
+    os.mkfifo(tmp_path / "pipe.db")
+    with pytest.raises(CompareError, match="cannot be read"):
+        read_side(str(tmp_path / "pipe.db"))

@@ -318,6 +318,7 @@ def test_a_script_and_a_rule_for_parameters_that_no_module_holds_are_refused():
 @pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "fp16-mixed; lm_head: compute=fp32"])
 def test_the_reference_decoder_is_the_same_function_of_split_masters(policy):
     from halfstep.config.model import ModelConfig
+    from halfstep.config.weights import initial_weights
     from halfstep.torch.model import Decoder
 
     head, semicolon, rules = policy.partition(";")
@@ -327,7 +328,7 @@ def test_the_reference_decoder_is_the_same_function_of_split_masters(policy):
     losses, grads = [], []
     for held in ("", ",param=fp32:split"):
         model = Decoder(config)
-        model.initialize(0)
+        model.set_weights(initial_weights(model.config, 0))
         applied = applied_to(model, f"{head}{held}{semicolon}{rules}", model.module_names())
         index = torch.arange(16).reshape(2, 8)
         losses.append(model.loss(index, index * 3 % 32))

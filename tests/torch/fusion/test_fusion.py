@@ -5,8 +5,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.backends.registry import lookup_backend
+from torch.utils.checkpoint import checkpoint
 
 from halfstep.torch import prepare
 from halfstep.torch.fusion import APART, FUSED, Chain, fuse, install, mlp
@@ -17,6 +21,7 @@ from halfstep.torch.fusion.mlp import BETWEEN
 from halfstep.torch.fusion.pointwise import SQUARE
 from halfstep.torch.kernels import epilogue
 from halfstep.torch.loss import plain
+from halfstep.torch.numerics import matmul as products
 from tests.torch.graphs import fused
 
 V, D = 64, 16
@@ -231,6 +236,47 @@ def test_what_is_between_two_layers_and_no_gelu_keeps_them_apart(form):
     assert BETWEEN not in check_same(MLPS[form], flat)[0]
 
 
+class Gated(nn.Module):
+    def __init__(self, activation):
+        super().__init__()
+        self.activation = activation
+        self.gate, self.up, self.down = nn.Linear(D, 4 * D), nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+
+    def forward(self, x):
+        return self.down(self.activation(self.gate(x)) * self.up(x)).float().square().sum()
+
+
+@pytest.mark.parametrize("activation", [F.silu, torch.sigmoid])
+def test_the_product_of_a_gate_is_computed_again_with_the_same_bits(activation, monkeypatch):
+    monkeypatch.setattr(products, "matmul", lambda a, b, out: (a @ b).to(out))  # as on a GPU
+
+    def passed(recomputed):
+        kept = []
+
+        def keep(graph, inputs):
+            kept.extend(n.meta["val"].shape for n in graph.graph.output_node().args[0])
+            return make_boxed_func(graph.forward)
+
+        def compile(graph, inputs):
+            if recomputed:
+                fuse(graph.graph)
+            split = min_cut_rematerialization_partition
+            given = {"fw_compiler": keep, "bw_compiler": lambda g, _: make_boxed_func(g.forward)}
+            return aot_autograd(**given, partition_fn=split)(graph, inputs)
+
+        torch.manual_seed(0)
+        model = Gated(activation)
+        run = prepare(model, torch.optim.AdamW(model.parameters()), "bf16-mixed")
+        torch.compiler.reset()
+        loss = torch.compile(model, fullgraph=True, backend=compile)(torch.randn(2, 16, D))
+        run.backward(loss)
+        return sum(shape.numel() == 32 * 4 * D for shape in kept), [p.grad.clone() for p in model.parameters()]
+
+    (fewer, found), (all_three, expected) = passed(True), passed(False)
+    assert (fewer, all_three) == (2, 3)
+    assert all(map(torch.equal, found, expected))
+
+
 TRIPS = {
     "there and back": (lambda x: x.float().bfloat16(), 0),
     "views in between": (lambda x: x.float().view(-1, 4 * D).to(x.dtype).view(2, 16, 4 * D), 0),
@@ -273,6 +319,58 @@ def test_casts_that_change_nothing_are_dropped(form):
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
     assert made[0] == left + 1  # and that of the layer
+
+
+def broken(z, t):
+    torch._dynamo.graph_break()
+    return flat(z.float(), t)
+
+
+def test_a_graph_break_that_keeps_operations_apart_is_said():
+    torch.manual_seed(0)
+    model = Model(F.silu, broken)
+    run = prepare(model, torch.optim.AdamW(model.parameters()), "bf16-mixed")
+    FUSED.clear()
+    APART.clear()
+    run.backward(torch.compile(model, backend=fused())(torch.randint(0, V, (2, 16))))
+    assert not FUSED
+    assert "operations on both sides of a graph break: Call to `torch._dynamo.graph_break()`" in str(run.summary())
+
+
+@pytest.mark.parametrize("megabytes", [1, pytest.param(25, marks=pytest.mark.prove)])
+def test_buckets_of_ddp_leave_a_head_with_its_loss(megabytes):
+    """Whatever their size: a bucket ends at the first operation that has enough parameters, seen from the loss."""
+    torch.manual_seed(0)
+    model = Model(tanh_gelu, flat)
+    run = prepare(model, torch.optim.AdamW(model.parameters()), "bf16-mixed")
+    FUSED.clear()
+    APART.clear()
+    size = megabytes * 2**20 if megabytes > 1 else 100  # the second: each parameter is a bucket
+    split = DDPOptimizer(bucket_bytes_cap=size, backend_compile_fn=fused(), first_bucket_cap=size)
+    run.backward(torch.compile(model, backend=split.compile_fn)(torch.randint(0, V, (2, 16))))
+    assert ({OF_LAYER: 1, BETWEEN: 1} if megabytes > 1 else {OF_LAYER: 1}) == FUSED
+    assert any("DDP" in why for _, why in APART) == (megabytes == 1)
+
+
+@pytest.mark.prove
+def test_what_the_backward_pass_computes_again_is_counted_once():
+    def mlp(model, x):
+        y = model.up(model.norm(x))
+        return model.down(tanh_gelu(y)) + y.sum()
+
+    class Checkpointed(Model):
+        def forward(self, tokens):
+            x = self.embed(tokens)
+            x = x + checkpoint(mlp, self, x, use_reentrant=False)
+            return self.loss(self.head(self.last(x)), tokens)
+
+    model = Checkpointed(F.silu, flat)
+    run = prepare(model, torch.optim.AdamW(model.parameters()), "bf16-mixed")
+    FUSED.clear()
+    APART.clear()
+    run.backward(torch.compile(model, fullgraph=True, backend=fused())(torch.randint(0, V, (2, 16))))
+    assert FUSED == {OF_LAYER: 1}
+    assert APART == {(BETWEEN, "`sum` uses the results of up.weight too"): 1}
 
 
 def test_the_pass_is_there_once_and_after_one_of_the_users(monkeypatch):

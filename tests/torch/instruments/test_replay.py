@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfstep.core.errors import HalfstepError
 from halfstep.core.formats import E4M3, FP32
 from halfstep.core.policy import Policy
 from halfstep.core.precision import Precision, precisions
@@ -13,7 +12,6 @@ from halfstep.core.roles import Operand
 from halfstep.torch.instruments.replay import precisions_of, replay, switch_formats
 from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.run import prepare
-from tests.refusals import refuses
 
 
 class Model(nn.Module):
@@ -112,15 +110,6 @@ def test_one_module_gets_the_formats_that_are_said_and_the_rest_fp32():
     with switch_formats(run, everything):
         assert precisions_of(net)["head"] == everything["head"]
     assert precisions_of(net)["head"].compute == run.policy.compute.format
-
-
-def test_a_name_without_a_precision_is_refused():
-    run, _ = prepared("bf16-mixed")
-    with (
-        refuses(HalfstepError, "`blocks.7` is no module with a precision"),
-        switch_formats(run, {"blocks.7": Precision()}),
-    ):
-        pass
 
 
 POLICIES = {

@@ -494,13 +494,14 @@ def test_it_compiles_into_one_graph_with_the_same_bits(chunks, way):
 
 def decoder(policy, **changes):
     from halfstep.config.model import ModelConfig
+    from halfstep.config.weights import initial_weights
     from halfstep.core.policy import Policy
     from halfstep.torch.convert.apply import apply
     from halfstep.torch.model import Decoder
 
     sizes = {"vocabulary": 34, "context": 4, "layers": 1, "width": 16, "heads": 2, "softcap": 5.0}
     model = Decoder(ModelConfig(**{**sizes, **changes}))
-    model.initialize(0)
+    model.set_weights(initial_weights(model.config, 0))
     model.to(DEVICE)
     apply(model, Policy.parse(policy), model.module_names())
     return model

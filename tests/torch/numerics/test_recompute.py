@@ -6,13 +6,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from halfstep.config.load import load
+from halfstep.config.weights import initial_weights
 from halfstep.core.devices import Device
 from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.torch import AdamW, prepare
 from halfstep.torch.convert.apply import apply
 from halfstep.torch.instruments.planning.step import trace_factory, trace_recipe
-from halfstep.torch.instruments.planning.tracker import Trace, Tracker
+from halfstep.torch.instruments.planning.tracker import Tracker
 from halfstep.torch.model import Decoder
 from halfstep.torch.numerics.recompute import drop_recomputable, recompute_in_backward
 
@@ -26,7 +27,7 @@ RECIPES = {"gpt2": [], "qwen3": [*GROUPED, "model.head_width=8"], "golf": GROUPE
 def decoder(recipe, policy, memory, *extra):
     config = load(recipe, [*SMALL, *RECIPES[recipe], "model.zero_init=false", *extra])
     model = Decoder(config.model)
-    model.initialize(0)
+    model.set_weights(initial_weights(model.config, 0))
     apply(model, Policy.parse(policy), model.module_names(), memory=memory)
     return model
 
@@ -81,8 +82,7 @@ def test_a_model_that_others_wrote_trains_to_the_same_bits_and_is_given_back():
 
 def held(call):
     """Returns the bytes that a forward pass leaves for the backward pass, with its result."""
-    trace = Trace()
-    with Tracker(trace, "cpu"):
+    with Tracker("cpu") as trace:
         result = call()
         freed = {-event for event in trace.ledger.events if event < 0}
         live = sum(a.nbytes for key, a in trace.ledger.allocations.items() if key not in freed)

@@ -1,5 +1,6 @@
 """Resuming after the unplanned: no checkpoint yet, edited settings, data or folders that have disappeared."""
 
+import json
 import math
 import os
 import re
@@ -10,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from halfstep.config.run import RunConfig
+from halfstep.config.run import RunConfig, TrainingConfig
+from halfstep.config.schema import to_table
 from halfstep.core.errors import ResumeError, RunFolderError
 from halfstep.core.formats import FP32
 from halfstep.training import paths
@@ -20,6 +22,7 @@ from halfstep.training.data.shards import header
 from halfstep.training.data.types import DamagedDataError, DataError
 from halfstep.training.files import write_whole
 from halfstep.training.run.folder import Record, RunFacts
+from halfstep.training.run.manifest import describe_other_bits
 from halfstep.training.run.resume import decide
 from halfstep.training.telemetry.events import EventsError
 from halfstep.training.telemetry.meters import recorded_ceiling
@@ -315,6 +318,34 @@ def test_an_update_may_be_taken_in_other_pieces_of_the_same_sequences(text, tmp_
 FACTS = RunFacts(
     Path("run"), RunConfig(), None, None, Record(has_ended=False, last_saved=None), None, is_writable=True
 )
+
+
+COMPILED = RunConfig(training=TrainingConfig(compile=True))
+
+
+def manifest_of(config, **fields):
+    """Returns what a manifest holds of a run before its first step, for a decision."""
+    guard = {"good": 0, "in_a_row": 0, "shift": 0, "went_back": [], "spikes": {"recent": [], "streak": 0}}
+    data = {"digest": "", "description": "", "position": {}}
+    known = {"policy": "fp32", "choice": None, "guard": guard, "data": data, "config": to_table(config), "step": 0}
+    return json.loads(json.dumps(known | fields))
+
+
+def test_a_run_of_an_older_version_stays_one_compiled_graph():
+    facts = replace(FACTS, written=COMPILED, checkpoint=Path("saved"), manifest=manifest_of(COMPILED))
+    assert decide(facts, None, []).config.training.compile == "whole"
+    assert decide(facts, None, ["training.compile=block"]).config.training.compile == "block"
+    here = {"compiled": {"how": "whole", "why": "training.compile says so"}, "config": to_table(RunConfig())}
+    assert describe_other_bits(manifest_of(COMPILED), here) == []
+    here["compiled"]["how"] = "block"
+    (warning,) = describe_other_bits(manifest_of(COMPILED), here)
+    assert "training.compile was whole and is block" in warning
+
+
+def test_a_run_that_chose_how_to_compile_chooses_again():
+    manifest = manifest_of(COMPILED, compiled={"how": "block", "why": "its 12 blocks are alike"})
+    facts = replace(FACTS, written=COMPILED, checkpoint=Path("saved"), manifest=manifest)
+    assert decide(facts, None, []).config == COMPILED
 
 
 def test_how_a_run_resumes_is_decided_without_a_disk():

@@ -52,8 +52,9 @@ def clock():
     return Clock()
 
 
-def meters(clock, *times, ceiling=UNMEASURED):
-    return Meters(load("tiny", [*SMALL, *BASE]), ceiling, Session(*times), Watch(), clock=clock)
+def meters(clock, *times, ceiling=UNMEASURED, begun=None):
+    given = (load("tiny", [*SMALL, *BASE]), ceiling, Session(*times), Watch())
+    return Meters(*given, begun=begun, clock=clock)
 
 
 def test_utilization_is_that_of_each_of_several_devices():
@@ -92,6 +93,14 @@ def test_waits_for_input_are_in_their_step_and_what_was_lost_in_the_totals(clock
     batches = found.timed_batches(slow(clock, [5.0, 5.0]))
     next(batches), next(batches)  # launched, and never read: the run goes back
     assert [t["input_wait"] for t in steps(found, clock, [0.25], [1])] == [0.25]
+
+
+def test_the_first_step_counts_from_the_start_of_the_command(clock):
+    clock.now += 20
+    found = meters(clock, begun=clock.now - 15)
+    assert found.totals()["until_first_step"] is None
+    steps(found, clock, [0.5, 0.0], [4.0, 1.0])
+    assert found.totals()["until_first_step"] == 19.5
 
 
 def test_parts_add_up_to_the_wall(clock):

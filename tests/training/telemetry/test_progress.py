@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from halfstep.training.telemetry.progress import BytesProgress, StepProgress, format_bytes, wrap_line
+from halfstep.core.host import format_bytes
+from halfstep.training.telemetry.progress import BytesProgress, StepProgress, wrap_line
 
 
 class Terminal(io.StringIO):

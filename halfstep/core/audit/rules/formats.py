@@ -104,7 +104,7 @@ _TABLES = ("cos", "sin", "cis")
     "HS405",
     "buffers below fp32",
     "error",
-    shows="The format, and what it was before, in the message.",
+    shows="The format, in the message.",
     what="Running statistics, or the frequencies of rotary positions, are stored in bf16 or fp16; "
     "`model.to(torch.bfloat16)` casts them with the weights.",
     why="A frequency with 8 bits is off by up to 0.4 %, so at position 4096 its angle is off by up to 16 radians; "
@@ -122,11 +122,9 @@ def check_buffers(rule: Rule, record: Record) -> Iterator[Finding]:
         if buffer.kind == "rope":
             table = any(part in last for part in _TABLES)
             content = "tables of rotary positions" if table else "frequencies of rotary positions"
-        was = f"; it was {buffer.was}" if buffer.was else ""
         yield rule.finding(
-            f"`{buffer.name}`, {content}, is in {buffer.format}{was}",
+            f"`{buffer.name}`, {content}, is in {buffer.format}",
             buffer.name,
-            place=buffer.place,
             severity="warning" if table else None,
             confidence="likely" if table else "certain",
             cause=f"{content} in {buffer.format}",

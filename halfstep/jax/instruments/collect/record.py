@@ -121,7 +121,6 @@ def _weight(name: str, value: Value, stepper: Stepper, prepared: Prepared | None
     return Weight(
         name,
         fmt,
-        list(leaf.shape),
         trainable=not frozen,
         kind=_kind(name, leaf, {node.name for node in value.taken_by}),
         optimizer=None if frozen else stepper.name,

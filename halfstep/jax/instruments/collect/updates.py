@@ -63,12 +63,10 @@ class Stepper:
         """Applies one update, unless gradients are not finite: then no update means anything."""
         moved, state, finite = self._step(grads, self.state, self.values, loss)
         if not finite:
-            for counts in self.counts.values():
-                counts.skipped += 1
             return
         counted = jax.device_get(self._count(grads, self.state, self.values, loss, moved))
         for name, row in counted.items():
-            found = UpdateCounts(*(1, 0, *(x.item() for x in row), self.formats[0] is not None))
+            found = UpdateCounts(*(1, *(x.item() for x in row), self.formats[0] is not None))
             self.counts[name] = self.counts[name].merge(found)
         self.values, self.state = moved, state
 

@@ -77,7 +77,7 @@ def record_of(
             mx.eval(model.parameters(), [each.state for each in optimizers])
             gradients: dict[str, mx.array] = dict(tree_flatten(grads))
             record.losses.append(finite_or_none(loss))
-            record.calls += [Call("backward", step, format=format_name(loss.dtype)), Call("step", step + 1)]
+            record.calls += [Call("backward", step), Call("step", step + 1)]
             for name, place in places.items():
                 update = after_step(before[name], cut(place.array), cut(gradients[name]))
                 counts = count_update(update, format_name(place.array.dtype))

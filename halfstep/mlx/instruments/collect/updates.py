@@ -62,7 +62,6 @@ def describe_weights(model: Module, optimizers: Sequence[Optimizer]) -> tuple[li
             Weight(
                 name,
                 format_name(array.dtype),
-                list(array.shape),
                 trainable=name in trained,
                 kind=weight_kind(name, array.shape, type(place.module).__name__),
                 optimizer=None if owner is None else type(owner).__name__,

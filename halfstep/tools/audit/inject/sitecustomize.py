@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import os
 import sys
+from contextlib import suppress
 from typing import Any
 
 FOLDER, STEPS, PACKAGE = "HALFSTEP_AUDIT_FOLDER", "HALFSTEP_AUDIT_STEPS", "HALFSTEP_AUDIT_PACKAGE"
@@ -66,6 +67,19 @@ def write(kind: str, text: str) -> None:
         file.write(text)
 
 
+def note_first_words() -> None:
+    """Notes when the process prints something: until then the audit says that it still works."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+
+        def write_first(text: str, stream: Any = stream) -> Any:
+            vars(stream).pop("write", None)  # from here on the stream is as it was
+            with suppress(OSError):  # the audit has ended before this process
+                write("words", "")
+            return stream.write(text)
+
+        stream.write = write_first
+
+
 def leave_last_lines() -> None:
     """Notes the last lines of an exception that nobody catches; Python then prints it as usual."""
     before = sys.excepthook
@@ -97,5 +111,6 @@ def run_the_next() -> None:
 if FOLDER in os.environ:
     write("python", sys.executable)
     leave_last_lines()
+    note_first_words()
     sys.meta_path.insert(0, AfterTorch())
     run_the_next()

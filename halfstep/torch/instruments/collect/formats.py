@@ -162,7 +162,9 @@ class Formats:
 
     def watch(self) -> None:
         """Adds every hook."""
-        if self._compiles or graphs.graphs_compiled() > self._compiled or _has_compiled_module(self.models):
+        modules = [module for root in self.models.values() for module in root.modules()]
+        compiled = any(m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule" for m in modules)
+        if compiled or self._compiles or graphs.graphs_compiled() > self._compiled:
             self.unseen["the values of activations and gradients, and what runs outside compiled code"] = None
             return
         self.watching, self._finished, self._passes, self._steps = True, False, 0, {}
@@ -300,11 +302,6 @@ class ResultMode(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         self._see(func, args, kwargs or {}, result)
         return result
-
-
-def _has_compiled_module(models: Mapping[str, nn.Module]) -> bool:
-    modules = [module for root in models.values() for module in root.modules()]
-    return any(m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule" for m in modules)
 
 
 def _kind_of(module: nn.Module, where: Where, out: Tensor | None) -> tuple[Any, str | None]:

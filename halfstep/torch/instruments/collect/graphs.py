@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from halfstep.torch.instruments.collect.operations import KINDS, Operations, Where, where_of
 from halfstep.torch.instruments.collect.patches import Patches, is_watched
@@ -63,29 +63,21 @@ def graphs_compiled() -> int:
 def read(operations: Operations, module: fx.GraphModule) -> None:
     """Adds every call of a graph to the operations."""
     around = next((kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)), None)
-    backward = _cast_in_backward(around)
+    # What the backward pass of compiled code casts to: as autocast around the call does, unless set.
+    asked = getattr(sys.modules.get("torch._functorch.config"), "backward_pass_autocast", "")
+    same = around if asked == "same_as_forward" else None
+    backward = None if same is None else format_name(torch.get_autocast_dtype(same))
     autocast = around is not None
     for node in _calls(module):
         autocast = autocast or "enter_autocast" in str(node.target)
         function = getattr(Tensor, str(node.target), None) if node.op == "call_method" else node.target
-        args, kwargs, result = tree_map(_stand_in, ([*node.args], {**node.kwargs}, node))
+        given = ([*node.args], {**node.kwargs}, node)
+        args, kwargs, result = tree_map_only(fx.Node, lambda each: each.meta.get("example_value"), given)
         where, place = _where(node), partial(_place, node)
         operations.see(function, (args, kwargs), result, where, place, autocast=autocast, values=False)
         wide = isinstance(result, Tensor) and result.dtype == torch.float32 and result.requires_grad
         if wide and backward is not None and KINDS.get(function) == "matmul":
             operations.see_backward(where, backward, place)
-
-
-def _cast_in_backward(around: str | None) -> str | None:
-    """Returns what the backward pass of compiled code casts to: as autocast around the call does, unless set."""
-    config = sys.modules.get("torch._functorch.config")
-    if around is None or getattr(config, "backward_pass_autocast", "") != "same_as_forward":
-        return None
-    return format_name(torch.get_autocast_dtype(around))
-
-
-def _stand_in(node: Any) -> Any:
-    return node.meta.get("example_value") if isinstance(node, fx.Node) else node
 
 
 def _calls(module: fx.GraphModule) -> Iterator[fx.Node]:

@@ -190,7 +190,8 @@ class TrainingLog:
         tracked = self.track(optimizer)
         self.check_end(tracked)
         if not tracked.steps:
-            self.rank = rank_of_process()
+            in_group = dist.is_available() and dist.is_initialized()
+            self.rank = dist.get_rank() if in_group else int(os.environ.get("RANK", "0"))
             self.trainer = self.trainer or trainer_of(sys._getframe())
             if any(self.names.get(id(p), "").startswith(f"{tracked.name}.") for p in params_of(optimizer)):
                 self._named.discard(optimizer)  # FSDP2 has put its shards back into the model since backward
@@ -242,7 +243,9 @@ class TrainingLog:
                 for buffer in buffers_of(model)
             ]
             record.losses = [finite_or_none(loss) for loss in self.losses]
-            record.syncs = self._syncs()
+            counts = {key: [*known, *[0] * (self.updates - len(known))] for key, known in self.syncs.items()}
+            medians = {key: median(each) for key, each in counts.items()}
+            record.syncs = [Sync(place, what, each) for (place, what), each in medians.items() if each]
             record.checkpoints = self._saves()
             if self.trainer is not None:
                 record.switches["nan_filter"] = bool(self.trainer.args.logging_nan_inf_filter)
@@ -267,7 +270,6 @@ class TrainingLog:
             yield Weight(
                 name,
                 format_name(p.dtype),
-                list(p.shape),
                 kind="matrix" if p.ndim >= 2 else "other",
                 optimizer=its.name.split(" ")[0],
                 grad_format=its.grad_formats.get(id(p)),
@@ -283,11 +285,6 @@ class TrainingLog:
         scaler = any(each.scaler for each in self.saves) if self.scalers else None
         return [replace(last, scaler=scaler)]
 
-    def _syncs(self) -> list[Sync]:
-        updates = max(self.updates, 1)
-        counts = {key: [*known, *[0] * (updates - len(known))] for key, known in self.syncs.items()}
-        return [Sync(place, what, median(each)) for (place, what), each in counts.items() if median(each)]
-
     def _switches(self) -> dict[str, str | float | bool | None]:
         matmul = torch.backends.cuda.matmul
         return {
@@ -295,8 +292,6 @@ class TrainingLog:
             "fp16_reduced_sums": bool(matmul.allow_fp16_reduced_precision_reduction),
             "bf16_reduced_sums": bool(matmul.allow_bf16_reduced_precision_reduction),
             "fp16_sums": bool(getattr(matmul, "allow_fp16_accumulation", False)),
-            "float32_matmul_precision": torch.get_float32_matmul_precision(),
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
 
     def _unseen(self) -> list[str]:
@@ -308,13 +303,6 @@ class TrainingLog:
         }
         rules = [f"how {name} computes its updates: it is not an optimizer of torch" for name in sorted(foreign)]
         return (inside if graphs_compiled() else []) + rules
-
-
-def rank_of_process() -> int:
-    """Returns the rank of this process in its job."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    return int(os.environ.get("RANK", "0"))
 
 
 def trainer_of(frame: FrameType | None) -> Any:

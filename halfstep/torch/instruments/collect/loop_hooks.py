@@ -15,7 +15,7 @@ from halfstep.torch.instruments.collect.graphs import graphs_compiled
 from halfstep.torch.instruments.collect.log import TrackedOptimizer, TrainingLog
 from halfstep.torch.instruments.collect.models import params_of, unwrap, version_of
 from halfstep.torch.instruments.collect.patches import Around, Patches, is_watched
-from halfstep.torch.instruments.collect.tensors import format_name, local, tensors_of
+from halfstep.torch.instruments.collect.tensors import local
 
 # Elements of a gradient that show what happened to it between backward and step, and how many gradients are looked
 # at: those of one may be zero, as the rows of an embedding that no token used.
@@ -78,20 +78,19 @@ class LoopHooks:
             log.add_losses(tensors)
         result = original(tensors, *args, **kwargs)
         log.scaled_losses -= scaled
-        loss = next((format_name(each.dtype) for each in tensors_of(tensors)), None)
         for optimizer, grads in before.items():
             if _gradients(optimizer) != grads:
-                self._record_pass(optimizer, loss, scaled, fresh=not any(grads))
+                self._record_pass(optimizer, scaled, fresh=not any(grads))
         return result
 
-    def _record_pass(self, optimizer: Optimizer, loss: str | None, scaled: bool, fresh: bool) -> None:
+    def _record_pass(self, optimizer: Optimizer, scaled: bool, fresh: bool) -> None:
         tracked = self.log.track(optimizer)
         if fresh:
             tracked.restart()
         tracked.micro += 1
         tracked.scaled |= scaled
         numbers = {"micro": float(tracked.micro), "scaled": float(scaled)}
-        self.log.add_call("backward", tracked.name, numbers=numbers, format=loss)
+        self.log.add_call("backward", tracked.name, numbers=numbers)
         if tracked.scaled:
             tracked.probe = probe_of(params_of(optimizer))
 
@@ -216,10 +215,8 @@ class ScalerHooks:
     def __init__(self, log: TrainingLog, patches: Patches):
         self.log, self.patches = log, patches
         hooks = {"scale": self.scale, "unscale_": self.unscale, "step": self.step, "update": self.update}
-        self._hooks: dict[str, Around] = {
-            "__init__": self.init,
-            **{name: partial(self._call, hook) for name, hook in hooks.items()},
-        }
+        self._hooks: dict[str, Around] = {name: partial(self._call, hook) for name, hook in hooks.items()}
+        self._hooks["__init__"] = self.init
 
     def wrap(self, kind: type) -> None:
         """Wraps the methods that a class itself defines."""
@@ -252,8 +249,7 @@ class ScalerHooks:
     def unscale(self, original: Any, scaler: Any, optimizer: Any) -> Any:
         """Logs that gradients are unscaled, by the user or by `step`."""
         tracked = self.log.track(optimizer)
-        call = self.log.add_call("unscale", tracked.name)
-        self.log.add_number(call, "scale", scaler._scale)
+        self.log.add_call("unscale", tracked.name)
         result = original(scaler, optimizer)
         tracked.scaled = False
         return result

@@ -51,7 +51,7 @@ class SystemHooks:
         self.log = log
         self.known: set[tuple[Any, ...]] = set()
 
-    def _log_once(self, what: str, format: str, target: str | None = None, **numbers: float) -> None:
+    def _log_once(self, what: str, format: str, target: str, **numbers: float) -> None:
         if (what, format, target) not in self.known:
             self.known.add((what, format, target))
             self.log.add_call(what, target, format=format, numbers=numbers)
@@ -108,10 +108,8 @@ class SystemHooks:
         """Logs whether what is saved holds the state of an optimizer and of a scaler."""
         state = _dict_with(thing, {"state", "param_groups"}) or {}
         moments = {str(i): format_name(each.dtype) for i, each in enumerate(_moments(state.get("state", {})))}
-        facts = CheckpointFacts(str(to), moments=moments, scaler=_dict_with(thing, SCALER_KEYS) is not None)
-        self.log.saves.append(facts)
-        numbers = {"optimizer": float(bool(moments)), "scaler": float(bool(facts.scaler))}
-        self.log.add_call("save", numbers=numbers)
+        scaler = _dict_with(thing, SCALER_KEYS) is not None
+        self.log.saves.append(CheckpointFacts(str(to), moments=moments, scaler=scaler))
         with self.log.library_call():
             return original(thing, to, *args, **kwargs)
 

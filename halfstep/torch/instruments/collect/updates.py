@@ -78,7 +78,10 @@ class UpdateWatch:
                     earlier = {key: value.clone() for key, value in moments.items()}
                     pending.append(_Pending(p, group, values, gradient.clone(), earlier))
         self._pending[id(optimizer)] = pending
-        self._note_wide(wide)
+        largest = torch._foreach_norm([gradient for _, gradient in wide], float("inf")) if wide else []
+        for (watched, _), norm in zip(wide, largest, strict=True):
+            watched.gradient = norm if watched.gradient is None else torch.fmax(watched.gradient, norm)
+            watched.counts.steps += 1
 
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -101,8 +104,6 @@ class UpdateWatch:
             )
         (found_inf, scale), arrays = _to_host(scalars, parts)
         if found_inf:
-            for each in pending:
-                self._watched[each.parameter].counts.skipped += 1
             return
         name = formula_of(optimizer)
         alike: dict[tuple[int, str, float], list[int]] = {}
@@ -125,14 +126,6 @@ class UpdateWatch:
         moved = bool((self._part(stored_values(parameter)) != watched.first).any())
         gradient = 0 if watched.gradient is None else int(bool(watched.gradient != 0))
         return watched.counts.merge(UpdateCounts(gradient=gradient, moved=moved))
-
-    def _note_wide(self, wide: list[tuple[_Watched, Tensor]]) -> None:
-        if not wide:
-            return
-        largest = torch._foreach_norm([gradient for _, gradient in wide], float("inf"))
-        for (watched, _), norm in zip(wide, largest, strict=True):
-            watched.gradient = norm if watched.gradient is None else torch.fmax(watched.gradient, norm)
-            watched.counts.steps += 1
 
     def _part(self, tensor: Tensor, *, copy: bool = False) -> Tensor:
         flat = local(tensor).detach().reshape(-1)
@@ -185,7 +178,7 @@ def _counts(
         for prefix in ("state.", "earlier.")
     )
     if name != "SGD" and "exp_avg" not in state:  # the step did nothing, for a reason of its own
-        return [UpdateCounts(skipped=1) for _ in parts]
+        return [UpdateCounts() for _ in parts]
     state = {key: value[0] if key == "step" else value for key, value in state.items()}
     intended = FORMULAS[name](Seen(before, gradient, state, earlier, settings))
     return count_each(before, after, intended, fmt, gradient, sizes)

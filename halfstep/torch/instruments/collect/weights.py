@@ -33,14 +33,14 @@ def weights_of(
                 continue
             optimizer, group, stepped = held.get(id(p)) or masters.get(id(p)) or (None, {}, p)
             whole = f"{prefix}.{name}" if prefix else name
+            apart = None if stepped is p else format_name(stepped.dtype)
             found[id(p)] = Weight(
                 name=whole,
                 format=format_name(p.dtype),
-                shape=list(p.shape),
                 trainable=p.requires_grad,
                 kind=weight_kind(whole, p.shape, type(module).__name__),
                 optimizer=type(optimizer).__name__ if optimizer else None,
-                master=_master(p, stepped),
+                master="fp32" if is_split(p) else apart,
                 moments=_moment_formats(optimizer, stepped),
                 grad_format=None if p.grad is None else format_name(p.grad.dtype),
                 updates=watch.counts(stepped) if watch else None,
@@ -73,12 +73,6 @@ def _separate_masters(model: nn.Module, held: dict[int, _Held]) -> dict[int, _He
                 copies = [its for its in copies if its is not match]
                 paired[id(p)] = match
     return paired
-
-
-def _master(parameter: Tensor, stepped: Tensor) -> str | None:
-    if is_split(parameter):
-        return "fp32"
-    return None if stepped is parameter else format_name(stepped.dtype)
 
 
 def _keeps_small_updates(optimizer: Any, group: dict[str, Any], parameter: Tensor) -> bool:

@@ -116,9 +116,8 @@ class LayerWatch:
             module.halfstep_watch = watched  # type: ignore[assignment]
             module.register_forward_hook(_observe, with_kwargs=True)
             self._watched.append(watched)
-        self._is_scaled = any(is_narrow(info.format(role)) for info in self.layers for role in ROLES)
-        limits = [_constants([info.format(role) for role in ROLES]) for info in self.layers]
-        self._limits = torch.stack(limits).to(device)
+        self._is_scaled = any(watched.is_scaled for watched in self._watched)
+        self._limits = torch.stack([watched.limits.to(device) for watched in self._watched])
         self.numbers = torch.zeros(len(layers), len(ROLES), len(_RAW), device=device, dtype=sum_dtype(device))
 
     def remove(self) -> None:

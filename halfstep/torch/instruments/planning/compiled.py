@@ -168,31 +168,32 @@ def _play(kernels: Kernels, tracker: Tracker, *inputs: Any) -> Any:
     2.  The work of kernels that are called is added, then that of each fused kernel.
     3.  Results are freed here and made again as tensors, which own the memory from then on.
     """
-    trace, ledger = tracker.trace, tracker.trace.ledger
+    ledger, phase = tracker.ledger, tracker.phase
     keys = dict(zip(kernels.inputs, map(partial(_freed_with, tracker), kernels.inputs, inputs), strict=True))
     live: dict[fx.Node, int] = {node: key for node, key in keys.items() if key is not None}
     for place, buffer in enumerate(kernels.buffers):
         dying = [node for node in kernels.ends.get(place, ()) if node in live]
-        size, maker = nbytes_of(buffer), _maker(buffer)
+        size, is_one = nbytes_of(buffer), buffer.target is operator.getitem  # of several results
+        maker = buffer.all_input_nodes[0] if is_one else buffer
         if not is_called(maker):
             same = [node for node in dying if ledger.allocations[live[node]].nbytes == round_up(size)]
             same = [] if round_up(size) in kernels.cuts[maker] else same
             for node in same[:1]:
                 tracker.drop(live.pop(node))
-        live[buffer] = ledger.allocate(size, trace.phase, _shape(buffer))
-        if buffer is maker or buffer.args[1] == 0:  # the first of its results
-            ledger.use_briefly(memory_inside(_name(maker), _values(maker.args)), trace.phase)
+        live[buffer] = ledger.allocate(size, phase, _shape(buffer))
+        if not is_one or buffer.args[1] == 0:
+            ledger.use_briefly(memory_inside(_name(maker), _values(maker.args)), phase)
         for node in [*dying, *([buffer] if buffer in kernels.unread else [])]:
             if node in live:
                 tracker.drop(live.pop(node))
     made = [*(buffer for buffer in kernels.buffers if buffer.target is not operator.getitem), *kernels.several]
     for node in filter(is_called, made):
-        trace.work += _works(kernels, node, trace.phase)
+        tracker.work += _works(kernels, node, phase)
     for group in _group_fused([node for node in made if not is_called(node)], kernels):
         read = frozenset().union(*(_read_by(kernels, node) for node in group)).difference(group)
         moved = sum(map(nbytes_of, read)) + sum(map(nbytes_of, group))
         moved = int(CASTS * moved) if any(map(kernels.casts, group)) else moved
-        trace.work.append(Work("bytes", "", (), 0, moved, trace.phase))
+        tracker.work.append(Work("bytes", "", (), 0, moved, phase))
     for node, key in live.items():
         if node not in keys:
             ledger.free(key)  # its tensor is made next
@@ -250,7 +251,7 @@ def _freed_with(tracker: Tracker, node: fx.Node, given: Any) -> int | None:
     if not isinstance(given, Tensor) or str(node.target).startswith(("primals_", "tangents_")):
         return None
     key = tracker.key_of(given)
-    return key if key is not None and tracker.trace.ledger.allocations[key].phase == "forward" else None
+    return key if key is not None and tracker.ledger.allocations[key].phase == "forward" else None
 
 
 def _works(kernels: Kernels, buffer: fx.Node, phase: str) -> list[Work]:
@@ -271,11 +272,6 @@ def _works(kernels: Kernels, buffer: fx.Node, phase: str) -> list[Work]:
 def _values(args: Any) -> Any:
     """Returns arguments with the tensors that their nodes stand for."""
     return fx.map_arg(args, lambda node: node.meta["val"])
-
-
-def _maker(buffer: fx.Node) -> fx.Node:
-    """Returns the kernel that makes a buffer, which may be one of several results."""
-    return buffer.all_input_nodes[0] if buffer.target is operator.getitem else buffer
 
 
 def _name(node: fx.Node) -> str:

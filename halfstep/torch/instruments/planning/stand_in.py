@@ -81,7 +81,10 @@ def _attention(
         fused = _ATEN._scaled_dot_product_flash_attention
         return fused(q, k, v, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
     if q.ndim == 4 and not enable_gqa:
-        bias = None if attn_mask is None else _as_bias(attn_mask, q)
+        bias = attn_mask  # as numbers that are added, which torch makes of booleans
+        if bias is not None:
+            bias = torch.zeros_like(bias, dtype=q.dtype) if bias.dtype is torch.bool else bias
+            bias = bias.expand(*q.shape[:3], bias.shape[-1])
         fused = _ATEN._scaled_dot_product_efficient_attention
         return fused(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
     unfused = _ATEN._scaled_dot_product_attention_math
@@ -107,10 +110,3 @@ def _negative_log_likelihood(
 def _as_tensor(value: Any, beside: Tensor) -> Tensor:
     """A number as a tensor on the meta device: autograd finds no gradient beside one on the CPU."""
     return torch.full((), value, dtype=beside.dtype, device=beside.device)
-
-
-def _as_bias(mask: Tensor, q: Tensor) -> Tensor:
-    """Returns a mask as numbers that are added, as torch makes them of booleans."""
-    if mask.dtype is torch.bool:
-        mask = torch.zeros_like(mask, dtype=q.dtype)
-    return mask.expand(q.shape[0], q.shape[1], q.shape[2], mask.shape[-1])

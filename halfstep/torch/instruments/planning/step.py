@@ -5,7 +5,7 @@ micro-batches stand for any larger number. The workspace that cuBLAS allocates i
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,7 +25,7 @@ from halfstep.core.rules import Rule
 from halfstep.torch.convert.apply import apply
 from halfstep.torch.instruments.planning.compiled import backend
 from halfstep.torch.instruments.planning.stand_in import stand_in
-from halfstep.torch.instruments.planning.tracker import MIB, Allocation, Ledger, Trace, Tracker, Work, round_up
+from halfstep.torch.instruments.planning.tracker import MIB, Allocation, Ledger, Tracker, Work, round_up
 from halfstep.torch.model import Decoder
 from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.optim.optimizers import build_optimizers
@@ -34,6 +34,8 @@ from halfstep.torch.update.step import Engine
 
 # cuBLAS's workspace: torch's default is 32 MiB from Hopper on, and 8.1 MiB before.
 HOPPER, WORKSPACE = 9, {True: 32 * MIB, False: 8 * MIB + 128 * 1024}
+# What is traced: the run, its loss function, batches, the model, and how it is compiled (config/session.py).
+Made = tuple[Any, Callable[[Any], Any], list[Any], Any, str]
 ADAMW_BYTES = 28  # read and written for a number: gradient, two moments twice, master twice
 
 
@@ -123,23 +125,25 @@ def force_measured(policy: Policy) -> Policy:
     return replace(policy, compute=forced(policy.compute), grad=forced(policy.grad), rules=tuple(rules))
 
 
-def trace_recipe(config: RunConfig, policy: Policy, hardware: Device) -> Traced:
-    """Traces a step of a recipe, with the micro-batches of one process."""
+def trace_recipe(config: RunConfig, policy: Policy, hardware: Device, *, alone: bool = True) -> Traced:
+    """Traces a step of a recipe, with the micro-batches of one process, which may share the run with others."""
     policy, training, settings = force_measured(policy), config.training, config.model
 
-    def make() -> tuple[Engine, Callable[[Any], Any], list[Any], nn.Module]:
+    def make() -> Made:
         model = Decoder(settings)
         model.recompute = training.recompute_blocks
+        tokens = training.batch * settings.context
         given: dict[str, Any] = {"compiled": bool(training.compile), "memory": training.memory}
-        given["tokens"] = training.batch * settings.context
-        conversion = apply(model, policy, model.module_names(), **given)
+        conversion = apply(model, policy, model.module_names(), tokens=tokens, **given)
         optimizers = build_optimizers(model, config.optimizer)
         options: dict[str, Any] = {"conversion": conversion, "seed": config.seed, "ema": training.ema}
         run = Engine(model, optimizers, policy, training.clip_norm, **options)
         batches = torch.empty(2, training.batch, settings.context + 1, dtype=torch.int64).unbind()
-        return run, lambda pair: model.loss(pair[:, :-1], pair[:, 1:]), list(batches), model
+        how = model.choose_compilation(training.compile, tokens, alone=alone).how
+        return run, lambda pair: model.loss(pair[:, :-1], pair[:, 1:]), list(batches), model, how
 
-    traced = _trace(make, hardware, compiled=training.compile, micro_batches=min(2, training.micro_batches))
+    compiled = bool(training.compile)
+    traced = _trace(make, hardware, compiled=compiled, micro_batches=min(2, training.micro_batches))
     return replace(traced, vocabulary=settings.vocabulary)  # learned positions are embeddings too
 
 
@@ -149,11 +153,11 @@ def trace_factory(
     """Traces a step of what a factory returns: model, optimizer, loss_fn, batch."""
     policy = force_measured(policy)
 
-    def make() -> tuple[Engine, Callable[[Any], Any], list[Any], nn.Module]:
+    def make() -> Made:
         model, optimizer, loss_fn, batch = _check_factory(made())
         batch = pytree.tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, batch)
         run = prepare_as(Engine, model, optimizer, policy, memory=memory)
-        return run, loss_fn, [batch], model
+        return run, loss_fn, [batch], model, "whole" if compiled else "no"
 
     return _trace(make, hardware, compiled=compiled, micro_batches=1)
 
@@ -172,70 +176,55 @@ def _check_factory(made: Any) -> tuple[Any, ...]:
     return made
 
 
-def _trace(make: Callable[[], Any], hardware: Device, *, compiled: bool | str, micro_batches: int) -> Traced:
-    trace = Trace()
-    tracker = Tracker(trace, "meta")
-    with warnings.catch_warnings(), stand_in(hardware, tracker.launch, compiled=bool(compiled)), tracker:
+def _trace(make: Callable[[], Made], hardware: Device, *, compiled: bool, micro_batches: int) -> Traced:
+    tracker = Tracker("meta")
+    with warnings.catch_warnings(), stand_in(hardware, tracker.launch, compiled=compiled), tracker:
         warnings.simplefilter("ignore")
         if hardware.kind == "nvidia":
             assert hardware.capability is not None
-            trace.ledger.allocate(WORKSPACE[hardware.capability[0] >= HOPPER], "setup", (-1,))
+            tracker.ledger.allocate(WORKSPACE[hardware.capability[0] >= HOPPER], "setup", (-1,))
         with torch.device("meta"):
-            run, loss_fn, batches, model = make()
+            run, loss_fn, batches, model, how = make()
         called = loss_fn
-        if compiled == "block":
+        if how == "block":
             model.compile_blocks(backend=backend(tracker), dynamic=False)
-        elif compiled:
+        elif how == "whole":
             called = torch.compile(loss_fn, backend=backend(tracker), dynamic=False)
 
         def loss(batch: Any) -> Any:
-            with trace.during("forward"):
+            with tracker.during("forward"):
                 return called(batch)
 
         update = run.update
-        run.update = trace.during("update")(update)
+        run.update = tracker.during("update")(update)
         torch.compiler.reset()
         with torch.compiler.set_stance("default") if not compiled else nullcontext():
             for count in (1, micro_batches):
-                trace.work = []
-                with trace.during("backward"):
+                tracker.work = []
+                with tracker.during("backward"):
                     run.step(loss, [batches[i % len(batches)] for i in range(count)])
         roles = _roles(run, tracker)
     groups = [g for o in run.optimizers if isinstance(o, AdamW | torch.optim.Adam) for g in o.param_groups]
     stepped = sum(p.numel() for group in groups for p in group["params"])
-    work = (*trace.work, Work("bytes", "", (), 0, ADAMW_BYTES * stepped, "update"))
+    work = (*tracker.work, Work("bytes", "", (), 0, ADAMW_BYTES * stepped, "update"))
     # Ranks gather a matrix in so many bytes per element; fp8 operands are cast where they are used.
     wire = 2 if run.policy.compute.format.bits <= 16 and not run.policy.emulate else 4
-    parameters = tuple(_parameters(run, wire))
+    trained = [(name, p) for name, p in run.model.named_parameters() if p.requires_grad]
+    parameters = tuple(Parameter(name, tuple(p.shape), wire if p.ndim > 1 else 4) for name, p in trained)
     rows = next(t.shape[0] for t in pytree.tree_leaves(batches) if isinstance(t, Tensor))
-    return Traced(trace.ledger, roles, parameters, work, micro_batches, rows, _vocabulary(model))
-
-
-def _parameters(run: Engine, narrow: int) -> Sequence[Parameter]:
-    named = run.model.named_parameters()
-    return [Parameter(name, tuple(p.shape), narrow if p.ndim > 1 else 4) for name, p in named if p.requires_grad]
+    vocabulary = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=0)
+    return Traced(tracker.ledger, roles, parameters, work, micro_batches, rows, vocabulary)
 
 
 def _roles(run: Engine, tracker: Tracker) -> dict[int, str]:
     """Returns the role of each allocation that outlives an update."""
-    found: dict[int | None, str] = {}
-    for buffer in run.model.buffers():
-        found[tracker.key_of(buffer)] = "buffers"
-    for optimizer in run.optimizers:
-        for state in optimizer.state.values():
-            for value in pytree.tree_leaves(dict(state)):
-                if isinstance(value, Tensor):
-                    found[tracker.key_of(value)] = "moments"
-    if run.averages is not None:
-        for average in run.averages.named().values():
-            found[tracker.key_of(average)] = "masters"
-    for half in run.masters.halves:
-        found[tracker.key_of(run.masters.remainder(half))] = "masters"
-    for parameter in run.model.parameters():
-        found[tracker.key_of(parameter)] = "weights"
+    states = [dict(state) for optimizer in run.optimizers for state in optimizer.state.values()]
+    averages = [] if run.averages is None else run.averages.named().values()
+    tensors: dict[str, Iterable[Any]] = {
+        "buffers": run.model.buffers(),
+        "moments": (value for value in pytree.tree_leaves(states) if isinstance(value, Tensor)),
+        "masters": [*averages, *map(run.masters.remainder, run.masters.halves)],
+        "weights": run.model.parameters(),
+    }
+    found = {tracker.key_of(each): role for role, those in tensors.items() for each in those}
     return {key: role for key, role in found.items() if key is not None}
-
-
-def _vocabulary(model: nn.Module) -> int:
-    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    return max((m.num_embeddings for m in embeddings), default=0)

@@ -3,17 +3,17 @@
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
+from halfstep.config.machines import Timed
 from halfstep.core.arrays.measure import BUDGET
 from halfstep.core.formats import TF32, parse
 from halfstep.torch.instruments.planning.tracker import ATTENTION, Like, Work
 from halfstep.torch.measure import device_seconds, measure
-from halfstep.torch.numerics import memory
 from halfstep.torch.numerics.dtypes import as_device, dtype_of
 
 COPIED = 2**26  # elements that are copied to time the memory
@@ -22,25 +22,10 @@ TOKENS = 64  # distinct indexes; no vocabulary is smaller
 INDEXED = ("embedding", "nll_loss", "cross_entropy")  # operations that take them
 
 
-class KernelTime(NamedTuple):
-    """A kernel, and the seconds that it takes."""
-
-    kind: str
-    format: str
-    shape: tuple[int, ...]
-    seconds: float
-    work: float
-
-
-def capacity(device: str) -> int:
-    """Returns the bytes that a device has."""
-    return memory.capacity(as_device(device)) or 0
-
-
-def time_work(work: Sequence[Work], device: str, *, copied: int = COPIED) -> list[KernelTime]:
+def time_work(work: Sequence[Work], device: str, *, copied: int = COPIED) -> list[Timed]:
     """Times how fast memory is copied, and each different matmul, attention and large operation of some work."""
     place = as_device(device)
-    found = [KernelTime("bytes", "", (copied,), _copy(copied, place), 8 * copied)]
+    found = [Timed("bytes", "", (copied,), _copy(copied, place), 8 * copied)]
     for item in {(w.kind, w.format, w.shape): w for w in work if w.format}.values():
         if item.call is not None:
             found += _time_again(item, place)
@@ -48,9 +33,9 @@ def time_work(work: Sequence[Work], device: str, *, copied: int = COPIED) -> lis
             fmt = parse(item.format)
             timings = measure(place, [fmt], budget=BUDGET, shapes=[item.shape])  # type: ignore[list-item]
             seconds = [t.typical for t in timings if t.format == fmt and t.format != TF32]
-            found += [KernelTime("matmul", item.format, item.shape, seconds[0], item.flops)] if seconds else []
+            found += [Timed("matmul", item.format, item.shape, seconds[0], item.flops)] if seconds else []
         else:
-            found.append(KernelTime("attention", item.format, item.shape, _attention(item, place), item.flops))
+            found.append(Timed("attention", item.format, item.shape, _attention(item, place), item.flops))
     return found
 
 
@@ -60,7 +45,7 @@ def _copy(numbers: int, device: torch.device) -> float:
     return _time(lambda: target.copy_(source), device)
 
 
-def _time_again(item: Work, device: torch.device) -> list[KernelTime]:
+def _time_again(item: Work, device: torch.device) -> list[Timed]:
     """Times an operation on tensors like those it was called with; returns nothing if it cannot be repeated."""
     function, *given = item.call  # type: ignore[misc]
     leaves, spec = pytree.tree_flatten(given, is_leaf=lambda leaf: isinstance(leaf, Like))
@@ -74,7 +59,7 @@ def _time_again(item: Work, device: torch.device) -> list[KernelTime]:
             seconds = _time(lambda: function(*args, **kwargs), device)
         except (RuntimeError, TypeError):
             return []
-    return [KernelTime("bytes", item.format, item.shape, seconds, item.nbytes)]
+    return [Timed("bytes", item.format, item.shape, seconds, item.nbytes)]
 
 
 def _tensor_like(leaf: Any, device: torch.device) -> Any:

@@ -157,14 +157,6 @@ class Like(NamedTuple):
     dtype: torch.dtype
 
 
-class Call(NamedTuple):
-    """An operation, with the looks of its tensors: enough to run it again elsewhere."""
-
-    function: Any
-    args: Any
-    kwargs: Any
-
-
 @dataclass(frozen=True)
 class Work:
     """One kernel, or several that are the same."""
@@ -175,16 +167,19 @@ class Work:
     flops: int
     nbytes: int  # that it reads and writes; of a compiled cast to fp8, those that a copy moves in its time
     phase: str
-    call: Call | None = None
+    call: tuple[Any, Any, Any] | None = None  # function and arguments, tensors as `Like`
 
 
-@dataclass
-class Trace:
-    """What a step did."""
+class Tracker(TorchDispatchMode):
+    """What a step does on a kind of device, while it is entered."""
 
-    ledger: Ledger = field(default_factory=Ledger)
-    work: list[Work] = field(default_factory=list)
-    phase: str = "setup"
+    def __init__(self, device: str):
+        super().__init__()
+        self.device, self.phase = device, "setup"
+        self.ledger, self.work = Ledger(), list[Work]()
+        self.keys: dict[int, int] = {}  # address of a storage -> its allocation
+        self._refs: dict[int, Any] = {}
+        self._gone: set[int] = set()
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -192,17 +187,6 @@ class Trace:
         before, self.phase = self.phase, phase
         yield
         self.phase = before
-
-
-class Tracker(TorchDispatchMode):
-    """Fills a trace while it is entered."""
-
-    def __init__(self, trace: Trace, device: str):
-        super().__init__()
-        self.trace, self.device = trace, device
-        self.keys: dict[int, int] = {}  # address of a storage -> its allocation
-        self._refs: dict[int, Any] = {}
-        self._gone: set[int] = set()
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -216,7 +200,7 @@ class Tracker(TorchDispatchMode):
         if function is _ATEN._local_scalar_dense.default and args[0].device.type == "meta":
             # Code that reads a number to decide: models ask whether all of a mask is plain, which is usual, and
             # drivers of optimizers whether the step is to be skipped, which is not.
-            usual = self.trace.phase != "update"
+            usual = self.phase != "update"
             return usual if args[0].dtype is torch.bool else int(usual)
         out = function(*args, **(kwargs or {}))
         self.note(function, args, kwargs or {}, out)
@@ -230,14 +214,14 @@ class Tracker(TorchDispatchMode):
         view = bool(made) and all(self.follow(t) is False for t in made)
         if not made or (view and not function._schema.is_mutable) or name in _FREE:
             return
-        self.trace.work += works_of(function, name, given, made, args, kwargs, out, self.trace.phase)
-        self.trace.ledger.use_briefly(memory_inside(name, args), self.trace.phase)
+        self.work += works_of(function, name, given, made, args, kwargs, out, self.phase)
+        self.ledger.use_briefly(memory_inside(name, args), self.phase)
 
     def launch(self, kernel: Any, key: Any, beside: Tensor, programs: int, *args: Any, **options: Any) -> None:
         """Notes a kernel of halfstep's own. Those of updates are counted by their parameters."""
-        if self.trace.phase != "update":
+        if self.phase != "update":
             nbytes = sum(t.numel() * t.element_size() for t in args if isinstance(t, Tensor))
-            self.trace.work.append(Work("bytes", "", (), 0, nbytes, self.trace.phase))
+            self.work.append(Work("bytes", "", (), 0, nbytes, self.phase))
 
     def follow(self, tensor: Tensor) -> bool:
         """Notes the memory of a tensor; whether it is new."""
@@ -246,7 +230,7 @@ class Tracker(TorchDispatchMode):
         if address in self.keys:
             return False
         shape = tuple(tensor.shape)
-        key = self.keys[address] = self.trace.ledger.allocate(storage.nbytes(), self.trace.phase, shape)
+        key = self.keys[address] = self.ledger.allocate(storage.nbytes(), self.phase, shape)
         self._refs[address] = weakref.ref(storage, lambda _: self._forget(address, key))
         return True
 
@@ -258,7 +242,7 @@ class Tracker(TorchDispatchMode):
         """Notes that memory is freed, now or before the tensor that is in it is gone."""
         if key not in self._gone:
             self._gone.add(key)
-            self.trace.ledger.free(key)
+            self.ledger.free(key)
 
     def _forget(self, address: int, key: int) -> None:
         self.keys.pop(address, None)
@@ -337,8 +321,7 @@ def _large(
     dtypes = " ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
     strided = "" if all(t.is_contiguous() for t in tensors) else " strided"
     looks = pytree.tree_map_only(Tensor, lambda t: Like(tuple(t.shape), t.stride(), t.dtype), (args, kwargs))
-    call = Call(function, *looks)
-    return Work("bytes", f"{name} {dtypes}{strided}", tuple(largest.shape), 0, nbytes, phase, call)
+    return Work("bytes", f"{name} {dtypes}{strided}", tuple(largest.shape), 0, nbytes, phase, (function, *looks))
 
 
 LARGE = 2**20  # bytes; smaller operations are not timed one by one

@@ -17,7 +17,7 @@ from halfstep.torch.fp8 import linear as fp8
 from halfstep.torch.instruments.planning.compiled import backend
 from halfstep.torch.instruments.planning.step import trace_factory, trace_recipe
 from halfstep.torch.instruments.planning.timing import time_work
-from halfstep.torch.instruments.planning.tracker import ROUND, Trace, Tracker, round_up
+from halfstep.torch.instruments.planning.tracker import ROUND, Tracker, round_up
 from halfstep.torch.numerics import cast
 
 H200, A100 = Device("nvidia", "H200", capability=(9, 0)), Device("nvidia", "A100", capability=(8, 0))
@@ -47,8 +47,7 @@ def peak(traced):
 @pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "bf16-true"])
 def test_it_holds_what_a_real_step_holds_on_a_cpu(policy):
     traced = trace_factory(factory, Policy.parse(policy), describe_cpu(), compiled=False)
-    trace = Trace()
-    with Tracker(trace, "cpu"):
+    with Tracker("cpu") as trace:
         model, optimizer, loss, tokens = factory()
         run = prepare(model, optimizer, policy)
         for _ in range(2):
@@ -223,11 +222,10 @@ def test_large_operations_are_timed_again_on_tensors_that_look_like_theirs():
 
 
 def trace_compiled(function, *shapes):
-    trace = Trace()
-    with Tracker(trace, "meta") as tracker:
+    with Tracker("meta") as tracker:
         compiled = torch.compile(function, backend=backend(tracker), dynamic=False)
         compiled(*(torch.empty(shape, device="meta") for shape in shapes))
-    return trace
+    return tracker
 
 
 @pytest.mark.parametrize(("times", "tensors"), [(4, 1), (9, 2)])
