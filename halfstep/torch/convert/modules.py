@@ -1,13 +1,14 @@
 """Modules of `torch.nn` that cast: the classes that `apply` puts in front of a module's own class.
 
 `apply` changes `module.__class__` to a class made of two: one of this file in front of the module's own.
-Parameters, buffers, hooks and children stay, and `isinstance` holds. There are five kinds of class:
+Parameters, buffers, hooks and children stay, and `isinstance` holds. There are six kinds of class:
 
     Convolution, Embedding, ...      each for one class of torch.nn; layers like those of layers.py
                                      and norms; attention is in attention.py
     Island                           a softmax, a loss: torch's own forward, in the format of a role
     Leaf                             any other module that holds parameters: its own forward, in fp32
     Code                             third-party modules without any: their own forward, in the function mode
+    Neutral                          a relu, a dropout: torch's own forward, past the function mode
     Root                             the model itself, for what it returns
 
 No kernel of torch sums the weight gradients of a convolution or a recurrent layer into fp32: they are rounded to
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from halfstep.torch.convert.attention import MultiheadAttention
 from halfstep.torch.convert.functions.entry import map_tensors, tensors_of
-from halfstep.torch.convert.functions.mode import run_in_mode
+from halfstep.torch.convert.functions.mode import PolicyMode, run_in_mode
 from halfstep.torch.convert.functions.narrow_logits import keep_narrow, to_fp32
 from halfstep.torch.layers import CastedLinear, Layer, Matmul, embedding, layer_norm, linear, rms_norm
 from halfstep.torch.numerics.lowering import (
@@ -261,6 +262,10 @@ _LOSSES = (
     "MultiMarginLoss NLLLoss PoissonNLLLoss SmoothL1Loss SoftMarginLoss TripletMarginLoss "
     "TripletMarginWithDistanceLoss"
 )
+# Modules that call a function which torch writes in Python, and of which no table has an entry.
+NEUTRAL = frozenset(
+    (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.Hardswish, nn.Dropout, nn.Dropout2d, nn.MaxPool2d, nn.AdaptiveAvgPool2d)
+)
 # Modules that run torch's own forward, in the format of a role.
 ISLANDS: dict[type, str] = {
     **dict.fromkeys((nn.Softmax, nn.Softmax2d, nn.Softmin, nn.LogSoftmax), "softmax"),
@@ -326,6 +331,20 @@ class Code(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the module's output."""
         return run_in_mode(self.halfstep.mode, super().forward, args, kwargs)
+
+
+class Neutral(nn.Module):
+    """Torch's own forward past the function mode: no role covers its function, and torch would ask in Python."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the module's output."""
+        forward = super().forward
+        if torch.compiler.is_compiling() or type(x) is not Tensor or torch._C._len_torch_function_stack() != 1:
+            return forward(x)  # type: ignore[no-any-return]
+        if not isinstance(torch._C._get_function_stack_at(0), PolicyMode):  # but somebody else's, who may want it
+            return forward(x)  # type: ignore[no-any-return]
+        with torch._C.DisableTorchFunction():
+            return forward(x)  # type: ignore[no-any-return]
 
 
 class Root(nn.Module):

@@ -31,12 +31,14 @@ from halfstep.torch.convert.hugging_face import CausalRoot, default_loss, reach_
 from halfstep.torch.convert.modules import (
     ISLANDS,
     KINDS,
+    NEUTRAL,
     BatchNorm,
     Code,
     Experts,
     InstanceNorm,
     Island,
     Leaf,
+    Neutral,
     Normalization,
     Recipe,
     Root,
@@ -146,8 +148,9 @@ def convert(
     reach_losses(model)
     for plan in plans:
         module, precision = plan.module, ruled.get(plan.name, base)
+        kind = Neutral if type(module) in NEUTRAL else plan.kind
         fast = [pair for kind, pair in _FAST_PATHS.items() if isinstance(module, kind)]
-        if plan.kind is None and not fast and module is not model:
+        if kind is None and not fast and module is not model:
             continue
         saved = {key: module.__dict__[key] for key in _KEPT if key in module.__dict__}
         originals.append((module, type(module), saved))
@@ -157,11 +160,11 @@ def convert(
         if module is model and known_packages.is_replaced(module):
             module.__class__ = with_forward(module)
         module.__dict__.pop("forward", None)  # of its class now; or a method of it, which Accelerate leaves there
-        ours = plan.kind is type(module)
-        for front in [] if ours else [plan.kind, root if module is model else None]:
+        ours = kind is type(module)
+        for front in [] if ours else [kind, root if module is model else None]:
             if front is not None:
                 module.__class__ = cast(Any, put_in_front)(front, type(module))
-        if isinstance(module, Root) or not isinstance(module, Layer):  # a record is a guard for dynamo
+        if isinstance(module, Root) or not isinstance(module, Layer | Neutral):  # a record is a guard for dynamo
             update_record(module, role=plan.role, has_split=has_split, lean=lean)
         set_module_precision(module, precision, base)
     update_record(model, prepared=True)

@@ -418,6 +418,35 @@ def test_layers_of_ours_are_not_reached(kind):
     assert same((y, probabilities, normed), (part[0](x), F.softmax(x, -1), F.layer_norm(x.bfloat16(), (8,))))
 
 
+def test_the_mode_is_not_asked_about_a_relu_and_modes_of_others_are(monkeypatch):
+    layers = [nn.Conv2d(2, 2, 3), nn.ReLU(inplace=True), nn.Dropout(), nn.MaxPool2d(2), nn.Tanh()]
+    net = Net(nn.Sequential(*layers))
+    run = prepare(net, "bf16-mixed")
+    asked = []
+    handle = mode.PolicyMode.__torch_function__
+    monkeypatch.setattr(
+        mode.PolicyMode,
+        "__torch_function__",
+        lambda self, func, *rest: (asked.append(func), handle(self, func, *rest))[1],
+    )
+
+    class Seen(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            asked.append(func)
+            return func(*args, **kwargs or {})
+
+    x = draw(1, 2, 6, 6)
+    torch.manual_seed(0)
+    y = net(x)
+    assert asked == [torch.tanh]
+    with Seen():
+        torch.manual_seed(0)
+        assert torch.equal(net(x), y)
+    assert {F.relu, F.dropout, torch.tanh} <= {*asked}
+    run.unprepare()
+    assert [type(layer) for layer in layers] == [nn.Conv2d, nn.ReLU, nn.Dropout, nn.MaxPool2d, nn.Tanh]
+
+
 def test_rules_and_evaluation_reach_functions_in_their_own_format():
     model = stack("bf16-mixed; first: compute=fp32")
     model(draw(4, 8))
