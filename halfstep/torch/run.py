@@ -39,6 +39,7 @@ from halfstep.torch.numerics.split.parameter import copying_run
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.parallel.ranks import exclude_from_ddp
 from halfstep.torch.update.from_amp import State, take_over
+from halfstep.torch.update.graph import why_not
 from halfstep.torch.update.prepare import carry_state, check_changed, measured_choice, prepare_as
 from halfstep.torch.update.step import AVERAGES, WHOLE, Engine, LossFn, Optimizers, StepResult
 from halfstep.torch.update.summary import summarize
@@ -298,8 +299,15 @@ class Run(Engine):
 
     def summary(self) -> str:
         """Describes what was converted and what was not, with reasons; masters; what each optimizer costs."""
-        graph = [] if self.graph is None else ["  steps: one CUDA graph each, from the second of a kind on"]
-        return "\n".join([*summarize(self), *graph])
+        if self.graph is not None:
+            steps = ["  steps: one CUDA graph each, from the second of a kind on"]
+        elif finding := self.host_watch.finding:
+            why = why_not(self)
+            advice = f"torch.compile, as a step cannot be a CUDA graph: {why}" if why else "graph=True"
+            steps = [f"  {finding}; faster: {advice}"]
+        else:
+            steps = []
+        return "\n".join([*summarize(self), *steps])
 
     def audit(self, select: Iterable[str] = (), ignore: Iterable[str] = ()) -> list[Finding]:
         """Returns what is wrong with the run's formats, masters and moments, by the rules of `halfstep audit`.

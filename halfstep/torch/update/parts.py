@@ -38,7 +38,7 @@ from halfstep.torch.parallel.wire import averaging_hook
 from halfstep.torch.update.accumulation import Accumulation, check_device
 from halfstep.torch.update.buffers import Buffers, Contents
 from halfstep.torch.update.gradients import UserGradients
-from halfstep.torch.update.readback import ScaleWatch
+from halfstep.torch.update.readback import HostWatch, ScaleWatch
 from halfstep.torch.update.switches import Switches
 
 if TYPE_CHECKING:
@@ -259,6 +259,7 @@ class RunParts:
         self.device = device
         self.scale_state = self.scalars(self.policy.scale.init())
         self.scale_watch = ScaleWatch(self.policy.scale, device) if self._warns else None
+        self.host_watch = HostWatch(device)
         self.num_applied = torch.zeros((), dtype=torch.int32, device=device)  # updates that were not skipped
         self.switches = Switches(device)
 

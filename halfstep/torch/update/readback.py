@@ -21,6 +21,7 @@ from halfstep.core.scaling import DynamicScale, Scale, ScaleAlarm
 
 NAMES = ("loss", "skipped", "scale", "grad_norm", "stuck")
 UNREAD = 8  # a benchmark may never read; older steps are forgotten
+LOOKS = range(5, 13)  # updates: the first ones compile kernels and make states
 EVERY = 4  # updates; a scale takes ten to fall from where the alarm begins to its floor
 
 
@@ -93,6 +94,42 @@ class ScaleWatch:
         if message:
             self._alarm = None
             warn_caller(message)
+
+
+@final
+class HostWatch:
+    """Whether a GPU waits for the host: asked in a few updates, without waiting.
+
+    An event is queued behind the last backward pass. If the GPU has passed it when the host comes to the
+    optimizers, it had nothing left to do.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._updates = 0
+        self._event: Any = None
+        self._waited: list[bool] = []
+
+    def mark(self) -> None:
+        """Takes note that the backward passes of an update are launched."""
+        self._updates += 1
+        if self._updates not in LOOKS or self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(self.device))
+
+    def look(self) -> None:
+        """Asks whether the GPU has computed them; the optimizers' steps are not launched yet."""
+        if self._event is not None:
+            self._waited.append(self._event.query())
+            self._event = None
+
+    @property
+    def finding(self) -> str:
+        """How often the GPU waited, if it nearly always did; empty if not, or if it is not known yet."""
+        waits, looks = sum(self._waited), len(self._waited)
+        limit = looks == len(LOOKS) and waits >= 0.75 * looks
+        return f"the host is the limit: the GPU waited for it in {waits} of {looks} updates" if limit else ""
 
 
 @final

@@ -222,6 +222,7 @@ class Engine(RunParts):
     def update(self) -> StepResult:
         """Updates the parameters and uses up the gradients: finite? -> unscale -> clip -> step -> rescale."""
         self._check_trains()
+        self.host_watch.mark()
         self.check_parameters()
         self.masters.check_writes()
         grads, weights = self.user_gradients.collect(self.parameters), self.accumulation.weights
@@ -251,6 +252,7 @@ class Engine(RunParts):
         elif not isinstance(factor, Tensor):
             factor = torch.full((), factor, device=self.device)
         found_inf = skipped.float()
+        self.host_watch.look()
         for driver in self.drivers:
             driver.step(grads, factor, found_inf, self.num_applied)
         if self.watching is not None:

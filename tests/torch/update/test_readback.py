@@ -14,7 +14,7 @@ from halfstep.core.scaling import DynamicScale, NoScale, StaticScale
 from halfstep.torch.optim.adamw import AdamW
 from halfstep.torch.run import prepare
 from halfstep.torch.session import Session
-from halfstep.torch.update.readback import NAMES, UNREAD, Readback, ScaleWatch
+from halfstep.torch.update.readback import NAMES, UNREAD, HostWatch, Readback, ScaleWatch
 
 SMALL = ["model.width=32", "model.heads=2", "model.layers=1", "model.context=16", "training.batch=2"]
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -172,6 +172,61 @@ def test_the_watch_of_the_scale_reads_what_is_done_and_waits_for_nothing(monkeyp
     loaded.look(torch.tensor(65536.0))
     loaded.forget()  # another state was loaded
     loaded.look(torch.tensor(512.0))
+
+
+@pytest.mark.parametrize("waits", [8, 6, 5])
+def test_a_run_whose_gpu_waits_for_the_host_is_told_of_cuda_graphs(monkeypatch, waits):
+    """Which it is, is asked in eight updates, of an event behind the backward passes."""
+    answers = iter([True] * waits + [False] * (8 - waits))
+
+    class Mark:
+        recorded = 0
+
+        def record(self, stream):
+            Mark.recorded += 1
+
+        def query(self):
+            return next(answers)
+
+    monkeypatch.setattr(torch.cuda, "Event", Mark)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr("halfstep.torch.update.graph.has_graphs", lambda device: True)
+    model = torch.nn.Linear(4, 4)
+    run = prepare(model, AdamW(model.parameters()), "bf16-mixed")
+    run.host_watch = HostWatch(torch.device("cuda"))
+    for _ in range(11):
+        run.step(lambda x: model(x).sum(), [torch.ones(2, 4)])
+    assert "the host is the limit" not in run.summary()
+    for _ in range(9):
+        run.step(lambda x: model(x).sum(), [torch.ones(2, 4)])
+    assert Mark.recorded == 8
+    line = f"  the host is the limit: the GPU waited for it in {waits} of 8 updates; faster: graph=True"
+    assert (line in run.summary().splitlines()) == (waits > 5)
+    stock = prepare(model := torch.nn.Linear(4, 4), torch.optim.SGD(model.parameters(), lr=0.1), "bf16-mixed")
+    stock.host_watch = run.host_watch
+    assert ("faster: torch.compile, as a step cannot be a CUDA graph: SGD" in stock.summary()) == (waits > 5)
+
+
+@CUDA
+@pytest.mark.parametrize("busy", [0, int(1e8)])
+def test_a_gpu_that_waits_for_the_host_is_told_from_one_that_is_busy(busy):
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(8))).cuda()
+    run = prepare(model, AdamW(model.parameters()), "bf16-mixed")
+    batch = torch.ones(2, 16, device="cuda")
+
+    def loss(x):
+        torch.cuda._sleep(busy)
+        return model(x).float().sum()
+
+    run.step(loss, [batch])
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        for _ in range(11):
+            run.step(loss, [batch])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert ("graph=True" in run.summary()) == (not busy)
 
 
 @CUDA
