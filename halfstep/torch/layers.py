@@ -146,7 +146,10 @@ def linear(
             x = x if x.dtype is compute else x.to(compute)
             recomputed = RecomputeInBackward.used and type(x.grad_fn) is NODE
             if casts.plain and not recomputed and is_for_torch(x, weight, bias, transposed):
-                return F.linear(x, weight.t() if transposed else weight, bias)  # no Python in either pass
+                y = F.linear(x, weight.t() if transposed else weight, bias)  # no Python in either pass
+                return (
+                    torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+                )  # as `Linear`: no view to autograd
             if type(weight) is not Tensor and weight.dtype is torch.bfloat16:
                 values, owner = operand_of(weight, casts.whole)
             else:
