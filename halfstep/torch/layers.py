@@ -120,6 +120,8 @@ def casts_like(x: Tensor) -> Casts:
 
 # --- functions
 
+UNSAFE_VIEW: Any = torch.ops.aten._unsafe_view.default
+
 
 def linear(
     x: Tensor,
@@ -147,9 +149,7 @@ def linear(
             recomputed = RecomputeInBackward.used and type(x.grad_fn) is NODE
             if casts.plain and not recomputed and is_for_torch(x, weight, bias, transposed):
                 y = F.linear(x, weight.t() if transposed else weight, bias)  # no Python in either pass
-                return (
-                    torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
-                )  # as `Linear`: no view to autograd
+                return UNSAFE_VIEW(y, y.shape) if y._is_view() else y  # to autograd no view, as of `Linear`
             if type(weight) is not Tensor and weight.dtype is torch.bfloat16:
                 values, owner = operand_of(weight, casts.whole)
             else:
