@@ -122,8 +122,7 @@ def _collect(target: Sequence[str], steps: int | None, *, json: bool) -> "tuple[
     # What the script prints must not be among our JSON. From its first words on, it speaks for itself.
     outcome = script.run(target, steps or STEPS, stdout=STDERR if json else None, on_words=rest)
     collected = Collected([*outcome.records])
-    for note in outcome.notes:
-        print_words(note)
+    print_words(*(line for note in outcome.notes for line in note.splitlines()))
     return collected, 0 if outcome.exit_code == 0 and outcome.records else 2
 
 

@@ -105,7 +105,7 @@ def export(
     print_words(f"writing `{place}`; evaluating on {trained.config.data.held_out}, before and after")
     with memory.convert_oom(trained.session.is_out_of_memory, lambda: memory.oom_while_scoring(trained.config)):
         asked: dict[str, Any] = {"tokens": tokens, "block": block or BLOCK, "allow": allow}
-        result = tool.run(trained, corpus, tokenizer, to, fmt, place, device=source.device, **asked)
+        result = tool.run(trained, corpus, tokenizer, to, fmt, place, print_words, device=source.device, **asked)
     print_result(trained, result.record(), json)
     if result.problem:
         print_error(f"the export was not kept: {result.problem}", result.hint)
@@ -155,6 +155,7 @@ def artifact(
     print_words(f"evaluating on {config.data.held_out}, before and after")
     with memory.convert_oom(session.is_out_of_memory, lambda: memory.oom_while_scoring(config)):
         before = measure(session, corpus, config)
+        print_words(f"before: {before}")
         # From the checkpoint's own numbers: the session may hold them rounded, in the policy to evaluate in.
         weights_to_write = masters(trained.state, config.model, averaged=False)
         manifest = trained.saved.manifest

@@ -35,7 +35,7 @@ def drop_refused_output(*, stdout: bool) -> Iterator[None]:
 
 
 class Pulse:
-    """Decides when a silent command says that it still works: often for a minute, and then ever later."""
+    """Decides when a silent command says that it still works: often for two minutes, and then ever later."""
 
     def __init__(self) -> None:
         self._since, self._next = math.nan, 0.0
@@ -48,7 +48,7 @@ class Pulse:
         silent = now - since
         if silent < max(self._next, patience):
             return ""
-        self._next = silent + PATIENCE * max(1, silent / 60)
+        self._next = silent + PATIENCE * max(1, silent / 120)
         return f"still working after {silent:.0f} s"
 
 

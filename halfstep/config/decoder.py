@@ -51,7 +51,8 @@ class Decoder(Part):
             x_BTD = ops.plus(x_BTD, self.positions.rows(tokens_BT.shape[1]), casts)
         if self.embed_norm is not None:
             x_BTD = self.embed_norm(x_BTD)
-        x0_BTD, first_values, skips = x_BTD, None, list[Any]()
+        x0_BTD, first_values = x_BTD, None
+        skips: list[Any] = []
         for block, source in zip(self.blocks, self.skip_sources, strict=True):
             if self.skip_weights is not None and source is not None:
                 weight_D = ops.to_compute(ops.with_weight_grad_format(self.skip_weights, casts)[source], casts)

@@ -120,6 +120,8 @@ def casts_like(x: Tensor) -> Casts:
 
 # --- functions
 
+UNSAFE_VIEW: Any = torch.ops.aten._unsafe_view.default
+
 
 def linear(
     x: Tensor,
@@ -146,7 +148,8 @@ def linear(
             x = x if x.dtype is compute else x.to(compute)
             recomputed = RecomputeInBackward.used and type(x.grad_fn) is NODE
             if casts.plain and not recomputed and is_for_torch(x, weight, bias, transposed):
-                return F.linear(x, weight.t() if transposed else weight, bias)  # no Python in either pass
+                y = F.linear(x, weight.t() if transposed else weight, bias)  # no Python in either pass
+                return UNSAFE_VIEW(y, y.shape) if y._is_view() else y  # to autograd no view, as of `Linear`
             if type(weight) is not Tensor and weight.dtype is torch.bfloat16:
                 values, owner = operand_of(weight, casts.whole)
             else:

@@ -168,11 +168,13 @@ def test_a_command_is_run_and_watched(monkeypatch, capsys):
 
 
 def test_a_script_of_which_nothing_was_seen_is_not_called_clean(monkeypatch, capsys):
-    nothing = SimpleNamespace(records=(), exit_code=0, notes=["the script made no update"])
+    nothing = SimpleNamespace(records=(), exit_code=0, notes=["it failed\n    Traceback", "no update"])
     monkeypatch.setattr(script, "run", lambda *_, **__: nothing)
     assert run(["audit", "--", "python", "train.py"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "watching 20 updates of `python train.py`",
-        "the script made no update",
+        "it failed",
+        "    Traceback",
+        "no update",
         "python train.py: nothing was seen, so nothing can be said",
     ]

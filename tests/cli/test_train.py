@@ -138,7 +138,9 @@ def test_a_policy_whose_fp8_runs_nowhere_is_nowhere_named_alone(small, tmp_path,
         pytest.skip(found.reason)
     out, measure = tmp_path / "run", fp8_choice.measure_layers
     monkeypatch.setattr(
-        fp8_choice, "measure_layers", lambda works, _, *rest: measure(works, lambda *_: [1.0, 2.0], *rest)
+        fp8_choice,
+        "measure_layers",
+        lambda works, _, *rest, **more: measure(works, lambda *_: [1.0, 2.0], *rest, **more),
     )
     assert run(["train", *small, "--policy", "fp8-mixed", "--out", str(out)]) == 0
     said = capsys.readouterr().err

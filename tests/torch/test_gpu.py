@@ -13,10 +13,10 @@ from halfstep.core.errors import HalfstepError, PolicyError
 from halfstep.core.formats import BF16, E4M3
 from halfstep.core.policy import Policy
 from halfstep.core.precision import precisions
-from halfstep.torch.fp8.linear import lower
+from halfstep.torch.fp8.linear import lower, write_transpose
 from halfstep.torch.layers import casts_for, casts_of, linear, linear_cross_entropy
 from halfstep.torch.loss import fp8 as loss
-from halfstep.torch.loss.coded import _transpose, coded_row_losses_
+from halfstep.torch.loss.coded import coded_row_losses_
 from halfstep.torch.loss.plain import PLAIN, row_losses_
 from halfstep.torch.numerics.dtypes import supported
 from halfstep.torch.numerics.matmul import tensor_core_padding
@@ -170,7 +170,7 @@ def test_codes_over_the_logits_are_those_of_their_gradient_in_both_layouts(fp8, 
     other = codes.view(torch.uint8) != made.view(torch.uint8)
     assert other.sum() <= other.numel() * 2.0**-14
     assert ((codes.float() - made.float()).abs() <= 2.0**-2 * made.float().abs()).all()
-    assert torch.equal(_transpose(codes).view(torch.uint8), codes.view(torch.uint8).t())
+    assert torch.equal(write_transpose(codes).view(torch.uint8), codes.view(torch.uint8).t())
 
     def passed():
         x.grad = w.grad = None

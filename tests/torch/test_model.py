@@ -50,13 +50,12 @@ def test_the_stream_is_in_compute_and_the_loss_in_fp32(config, policy):
     assert abs(float((loss - exact).detach())) / batch[:, 1:].numel() < 0.1
 
 
-@pytest.mark.prove
 @pytest.mark.parametrize(
     ("config", "policy"),
     [
-        (replace(TINY, **EVERYTHING), "bf16-mixed"),
+        pytest.param(replace(TINY, **EVERYTHING), "bf16-mixed", marks=pytest.mark.prove),
         (replace(TINY, layers=1, norm="layer", bias=True, positions="learned"), "fp16-mixed"),
-        (replace(TINY, layers=1), "bf16-mixed,emulate=true"),
+        pytest.param(replace(TINY, layers=1), "bf16-mixed,emulate=true", marks=pytest.mark.prove),
     ],
     ids=["everything", "gpt2", "emulated"],
 )

@@ -16,7 +16,7 @@ whose matrices have the same rounded numbers.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -152,6 +152,7 @@ def run(
     to: str,
     fmt: Format,
     place: Path,
+    say: Callable[[str], None],
     *,
     device: str | None = None,
     tokens: int,
@@ -173,6 +174,7 @@ def run(
     windows = _windows(corpus, config.model)
     with partial(place, size * fmt.bits // 32) as folder:
         before = evaluate(session, corpus, config, averaged=False)
+        say(f"before: {before}")
         if target.bits:
             session = open_session(replace(config, model=model), trained.policy, device, train=False)
         session.load_weights({f"model.{name}": Stored("F32", x.shape, x.tobytes()) for name, x in weights.items()})

@@ -160,6 +160,7 @@ def test_a_rounding_that_costs_too_much_is_not_kept(runs, tmp_path, capsys, monk
     words = ["export", str(runs("gpt2")), "--to", "safetensors", "--format", "bf16", "--out", str(tmp_path / "m")]
     assert run([*words, "--device", "cpu"]) == 1
     said = " ".join(capsys.readouterr().err.split())
+    assert "before: held-out loss" in said
     assert "was not kept: it does not score like its source: bits per byte" in said
     assert not list(tmp_path.iterdir())
 
