@@ -1,7 +1,8 @@
-"""What host.py times, an update of a GPT-2 under autocast and under `prepare` in several ways; turns for ranks.py.
+"""What host.py times, an update of a GPT-2 as usual and under `prepare` in several ways; turns for ranks.py.
 
-All clip to a norm of 1. `autocast` steps with torch's fused AdamW; `split masters` and `whole masters` with
-halfstep's; `torch's AdamW` keeps whole masters and steps with that same fused one.
+All clip to a norm of 1. `autocast` and the `plain loop` in fp32 step with torch's fused AdamW; `split masters` and
+`whole masters` with halfstep's; `torch's AdamW` keeps whole masters and steps with that same fused one, as does
+`fp32`.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,27 +15,29 @@ POLICIES = {
     "split masters": "bf16-mixed,param=fp32:split",
     "whole masters": "bf16-mixed",
     "torch's AdamW": "bf16-mixed",
+    "fp32": "fp32",
 }
+USUAL = ("autocast", "plain loop")
 Update = Callable[[Sequence[tuple[torch.Tensor, torch.Tensor]]], object]  # of inputs and targets per micro-batch
 
 
 def make_update(name: str, model: torch.nn.Module) -> Update:
     """Returns a function that makes one update of the model from its micro-batches."""
     stock = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    if name == "autocast":
-        return _under_autocast(model, stock)
-    optimizer = stock if name == "torch's AdamW" else AdamW(model.parameters(), lr=1e-4)
+    if name in USUAL:
+        return _usual_update(model, stock, narrow=name == "autocast")
+    optimizer = AdamW(model.parameters(), lr=1e-4) if name.endswith("masters") else stock
     run = prepare(model, optimizer, POLICIES[name], clip_norm=1.0)
     return lambda batches: run.step(lambda batch: model(*batch), batches)
 
 
-def _under_autocast(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Update:
+def _usual_update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, narrow: bool) -> Update:
     device = next(model.parameters()).device.type
 
     def update(batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         num_batches = len(batches)
         for inputs, targets in batches:
-            with torch.autocast(device, torch.bfloat16):
+            with torch.autocast(device, torch.bfloat16, enabled=narrow):
                 loss = model(inputs, targets)
             (loss / num_batches).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

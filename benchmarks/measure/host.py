@@ -1,12 +1,13 @@
-"""Compares the host's time per update with autocast's, where nothing but the host is the limit.
+"""Compares the host's time per update with that of a plain loop, where nothing but the host is the limit.
 
     python benchmarks/measure/host.py [--rounds 12] [--device cpu]
 
 A GPT-2 of 12 layers that is 16 wide, 8 tokens per micro-batch: its arithmetic takes next to no time, so what is
 timed is Python, dispatch and autograd, in processor time. The arms take turns in one process, in reverse order
-every other time: autocast with torch's fused AdamW and clipping; `prepare` with split masters, whole ones, and
-that same AdamW. A time is the median over the rounds; `calls` are calls of Python functions and built-ins per
-update.
+every other time: autocast and fp32 in a plain loop, with torch's fused AdamW and clipping; `prepare` in bf16-mixed
+with split masters, whole ones, and whole ones and that same AdamW; and in fp32 with it. A time is the median over
+the rounds, its ratio that to autocast's or the plain loop's; `calls` are calls of Python functions and built-ins
+per update.
 
 Exit code 1 if an arm of ours makes more calls than its bar allows, with 1 or with 8 micro-batches. The bars are
 what holds today and 2 % more, so that nothing creeps back. Calls are the same in every run; times are not, where
@@ -24,12 +25,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for benchmarks
 from benchmarks.gpt2 import GPT2
-from benchmarks.measure.autocast_arms import POLICIES, Update, make_update, take_turns
+from benchmarks.measure.autocast_arms import POLICIES, USUAL, Update, make_update, take_turns
 
 # The most calls per update, by the number of its micro-batches.
 BARS = {
-    1: {"split masters": 7_150, "whole masters": 6_000, "torch's AdamW": 7_285},
-    8: {"split masters": 39_165, "whole masters": 33_695, "torch's AdamW": 34_980},
+    1: {"split masters": 6_850, "whole masters": 5_655, "torch's AdamW": 6_960, "fp32": 4_690},
+    8: {"split masters": 39_070, "whole masters": 32_850, "torch's AdamW": 34_160, "fp32": 18_045},
 }
 
 
@@ -56,7 +57,7 @@ def calls_of(update: Update, batches: list[tuple[torch.Tensor, torch.Tensor]]) -
 
 def compare(device: str, micro_batches: int, rounds: int) -> bool:
     """Prints one table; returns whether every arm of ours makes no more calls than its bar allows."""
-    arms = {name: make_update(name, small_model(device)) for name in ("autocast", *POLICIES)}
+    arms = {name: make_update(name, small_model(device)) for name in (*USUAL, *POLICIES)}
     tokens = torch.randint(0, 64, (1, 9), device=device)
     batches = [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())] * micro_batches
     repeats = max(1, 8 // micro_batches)
@@ -74,7 +75,8 @@ def compare(device: str, micro_batches: int, rounds: int) -> bool:
     print(f"\n{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} per update, {device}")
     calls, bars = {name: calls_of(update, batches) for name, update in arms.items()}, BARS[micro_batches]
     for name in arms:
-        ratio, bar = ms[name] / ms["autocast"], f"at most {bars[name]}" if name in bars else ""
+        usual = USUAL[name in ("plain loop", "fp32")]
+        ratio, bar = ms[name] / ms[usual], f"at most {bars[name]}" if name in bars else ""
         print(f"  {name:14} {ms[name]:7.2f} ms  {ratio:5.2f}  {calls[name]:6} calls  {bar}".rstrip())
     return all(calls[name] <= bar for name, bar in bars.items())
 
