@@ -171,7 +171,7 @@ def load_state(accelerator: Any, run: Run, path: Path) -> None:
     for hook in accelerator._load_model_state_pre_hook.values():
         if hook != accelerator._load:
             hook([], str(path))
-    facts = parts.load(run, path)
+    facts, _ = parts.load(run, path)
     for what, holders in _holders(accelerator).items():
         if len(holders) != len(facts[what]):
             raise StateError(

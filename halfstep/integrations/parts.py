@@ -30,6 +30,7 @@ from halfstep.torch.numerics.shards import local
 from halfstep.torch.parallel.ranks import from_all_ranks, in_group, num_ranks
 from halfstep.torch.run import Run
 from halfstep.torch.state import Copies, restored, rows_here, written
+from halfstep.torch.state import load_weights as load_weights_of
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.parts import save_part
 from halfstep.training.checkpoints.tensors import MANIFEST
@@ -82,21 +83,14 @@ def save(run: Run, folder: Path, facts: Mapping[str, Any]) -> Path:
     return path
 
 
-def load(run: Run, path: Path) -> Any:
-    """Restores bit for bit what `save` wrote on any number of ranks, or refuses it; returns the framework's facts.
+def load(run: Run, path: Path) -> tuple[Any, Mapping[str, Tensor]]:
+    """Restores bit for bit what `save` wrote on any number of ranks, or refuses it.
 
-    A rank that the saved run had gets its random states back; any other keeps those it has.
+    Returns the framework's facts, and the random states of this rank; one that the saved run did not have keeps
+    its own. They are restored, and may be again, by `restore_random_states`.
     """
     with same_on_all_ranks():
-        manifest = checkpoint.check_complete(path)
-        table = manifest.get("halfstep", {})
-        if table.get("format") != state.FORMAT:
-            raise StateError(
-                f"`{path}` is a checkpoint of `halfstep train`, or of another version",
-                hint="halfstep train --resume continues it; `halfstep export` writes its weights for other loops",
-            )
-        arrays, _ = checkpoint.load(path, lambda name, shape: rows_here(run, name, shape), manifest)
-        tensors = {name: restored(record) for name, record in arrays.items()}
+        table, tensors = _read(run, path)
         facts = state.decode(table["facts"], tensors)
         own = {n: tensors.pop(n) for n in [*tensors] if n.startswith(_OWN)}
         mine = f"{_OWN}{rank()}."
@@ -106,8 +100,28 @@ def load(run: Run, path: Path) -> Any:
     state.check_frozen(frozen, table["frozen"], path)
     with same_on_all_ranks():
         state.restore(run, table, tensors | {name: local(weight) for name, weight in frozen.items()})
-    _restore_random_states(own)
-    return facts
+    restore_random_states(own, run.device)
+    return facts, own
+
+
+def load_weights(run: Run, path: Path) -> None:
+    """Loads the weights of what `save` wrote, and nothing else."""
+    with same_on_all_ranks():
+        _, tensors = _read(run, path)
+        frozen = {name: local(weight) for name, weight in state.frozen_weights(run).items()}
+        load_weights_of(run, frozen | tensors)
+
+
+def _read(run: Run, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    manifest = checkpoint.check_complete(path)
+    table = manifest.get("halfstep", {})
+    if table.get("format") != state.FORMAT:
+        raise StateError(
+            f"`{path}` is a checkpoint of `halfstep train`, or of another version",
+            hint="halfstep train --resume continues it; `halfstep export` writes its weights for other loops",
+        )
+    arrays, _ = checkpoint.load(path, lambda name, shape: rows_here(run, name, shape), manifest)
+    return table, {name: restored(record) for name, record in arrays.items()}
 
 
 def _rng(run: Run) -> Mapping[str, Tensor]:
@@ -127,7 +141,11 @@ def _random_states(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _restore_random_states(own: Mapping[str, Tensor]) -> None:
+def restore_random_states(own: Mapping[str, Tensor], device: torch.device) -> None:
+    """Sets the random states of this process to those that `load` returned."""
+    torch.set_rng_state(own["rng.cpu"])
+    if "rng.cuda" in own and device.type == "cuda":
+        torch.cuda.set_rng_state(own["rng.cuda"], device)
     version, *words = own["python"].tolist()
     random.setstate((version, tuple(words), next(iter(own["python.gauss"].tolist()), None)))
     *keys, place, has_gauss = own["numpy"].tolist()

@@ -9,7 +9,8 @@
 
 Everything in Trainer passes through its accelerator, so that one gets the policy (accelerate.py): the update,
 clipping by `max_grad_norm`, skips, and micro-batches, whose losses Trainer has divided already. The rest of this
-file is the state: one halfstep.safetensors in each `checkpoint-N`, and weights saved from the fp32 masters.
+file is the state: one halfstep.safetensors in each `checkpoint-N`, and weights saved from the fp32 masters. Under
+FSDP2 it is the rows of each rank (parts.py), with the scheduler and random states.
 
 Collators make an attention mask though nothing is padded, and compiled code cannot read that it is all ones, so
 attention would keep a mask (torch/convert/hugging_face.py). Trainer moves batches itself here, not its data
@@ -18,22 +19,25 @@ loader: the mask is read before it is moved, and one of ones does not reach the 
 Logging, callbacks, schedulers, evaluation, `generate`, `save_pretrained` and `torch_compile=True` are Trainer's.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
+from halfstep.config.reading import parse_json, read_bytes
 from halfstep.core.arrays.measure import TOKENS
 from halfstep.core.errors import AutocastError, ParallelError
 from halfstep.core.policy import Policy
-from halfstep.integrations import state
+from halfstep.integrations import fsdp, parts, state
 from halfstep.integrations.accelerate import Accelerator, run_of
 from halfstep.integrations.refusals import preserve_fp32_matmuls, refuse_precision, refuse_sharding
 from halfstep.torch.run import Run
@@ -46,8 +50,6 @@ _CASTS = {
     "bf16_full_eval": "policy='bf16-mixed,eval=bf16'",
     "fp16_full_eval": "policy='fp16-mixed,eval=fp16'",
 }
-# Settings that train in a form which a policy cannot reach.
-_SHARDING = {"deepspeed": "DeepSpeed", "fsdp": "FSDP"}
 
 
 class _Accelerator(Accelerator):
@@ -61,7 +63,22 @@ class _Accelerator(Accelerator):
 
     def prepare_model(self, model: nn.Module, *given: Any, **options: Any) -> nn.Module:
         """Prepares a model, as Accelerator does."""
-        prepared = super().prepare_model(model, *given, **options)
+        return self._leave_out_masks(super().prepare_model(model, *given, **options))
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """Prepares objects; a model alone, to be evaluated before it is trained, is not sharded yet."""
+        if self.is_fsdp2 and len(args) == 1 and isinstance(args[0], nn.Module):
+            return self.prepare_model(args[0], evaluation_mode=True)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def _prepare_fsdp2(self, *args: Any) -> Sequence[Any]:
+        prepared = super()._prepare_fsdp2(*args)
+        for each in prepared:
+            if isinstance(each, nn.Module):
+                self._leave_out_masks(each)
+        return prepared
+
+    def _leave_out_masks(self, prepared: nn.Module) -> nn.Module:
         run = run_of(self.unwrap_model(prepared, keep_torch_compile=False))
         chosen = () if run is None else run.conversion.attention
         if hasattr(prepared, "_orig_mod") and any(not row.why_not for row in chosen):
@@ -84,12 +101,14 @@ class PolicyMixin:
     args: Any
     model: Any
     accelerator: Any
+    state: Any
     lr_scheduler: Any
 
     def __init__(
         self, *given: Any, policy: Policy | str, ema: float = 0.0, tokens: int = TOKENS, **options: Any
     ) -> None:
         self._policy, self._ema, self._tokens = policy, ema, tokens
+        self._random_states: Mapping[str, Tensor] | None = None  # of the checkpoint that training resumes from
         super().__init__(*given, **options)
 
     @property
@@ -100,8 +119,12 @@ class PolicyMixin:
     def create_accelerator_and_postprocess(self) -> None:
         """Makes Trainer's accelerator, and gives it the policy."""
         self._refuse()
+        settings = getattr(self.args, "fsdp_plugin_args", None)
+        plugin = fsdp.plugin_of({"fsdp_plugin": settings and FullyShardedDataParallelPlugin(**settings)})
         with preserve_fp32_matmuls():
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        fsdp.use_on_cpus(self.accelerator.state, plugin)
+        self.is_fsdp_enabled = self.accelerator.is_fsdp2
         options = {"seed": self.args.seed, "ema": self._ema, "tokens": self._tokens}
         _Accelerator.from_stock(self.accelerator, self._policy, **options)
         self.accelerator.plain_masks = WeakTensorKeyDictionary()
@@ -114,13 +137,12 @@ class PolicyMixin:
                     hint=f"set {name}=False (TRL's configurations have bf16=True by default): {instead} says it; "
                     "or drop policy= to leave precision to Trainer",
                 )
-        for name, what in _SHARDING.items():
-            if getattr(self.args, name, None):
-                raise ParallelError(
-                    f"TrainingArguments({name}=...) beside policy= is not implemented: {what} keeps parameters "
-                    "and gradients in its own form",
-                    hint=f"drop {name} and train on one device or with DDP; or drop policy=",
-                )
+        if getattr(self.args, "deepspeed", None):
+            raise ParallelError(
+                "TrainingArguments(deepspeed=...) beside policy= is not implemented: DeepSpeed keeps parameters "
+                "and gradients in its own form",
+                hint="drop deepspeed and train on one device, with DDP or with fsdp=True; or drop policy=",
+            )
         refuse_precision()
         refuse_sharding({"parallelism_config": getattr(self.args, "parallelism_config", None)})
         if self.args.n_gpu > 1:
@@ -162,12 +184,28 @@ class PolicyMixin:
         with self.accelerator.evaluation():
             return super().evaluation_loop(*given, **options)  # type: ignore[misc]
 
+    def train(self, resume_from_checkpoint: Any = None, *given: Any, **options: Any) -> Any:
+        """Trains; `resume_from_checkpoint=True` takes the newest whole checkpoint, past what a kill left."""
+        if resume_from_checkpoint is True:
+            folders = Path(self.args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+            whole = {int(folder.name.rpartition("-")[2]): str(folder) for folder in folders if _is_whole(folder)}
+            resume_from_checkpoint = whole[max(whole)] if whole else True
+        return super().train(resume_from_checkpoint, *given, **options)  # type: ignore[misc]
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the model; of one whose checkpoints are in shards alone, the whole when you call it."""
+        if self.accelerator.is_fsdp2 and not _internal_call:
+            self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+
     def _save(self, *given: Any, **options: Any) -> None:
         with self._whole_masters():
             super()._save(*given, **options)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.args.should_save:
+        if self.accelerator.is_fsdp2:
+            parts.save(self.run, Path(output_dir), {"scheduler": self.lr_scheduler.state_dict()})
+        elif self.args.should_save:
             state.save(self.run, Path(output_dir) / state.NAME)
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
@@ -175,6 +213,10 @@ class PolicyMixin:
         if checkpoint is None:
             return
         folder = Path(checkpoint)
+        if (saved := parts.newest(folder)) is not None:
+            facts, self._random_states = parts.load(self.run, saved)
+            self.lr_scheduler.load_state_dict(facts["scheduler"])
+            return
         if took_over := state.take_over(self.run, folder, [folder / OPTIMIZER_NAME], SCALER_NAME):
             logger.warning(took_over)
         else:
@@ -184,11 +226,26 @@ class PolicyMixin:
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Does nothing: the run's state has the scale, or took over that of a stock checkpoint."""
 
-    def _load_from_checkpoint(self, *given: Any, **options: Any) -> None:
+    def _save_rng_state(self, output_dir: str) -> None:
+        if not self.accelerator.is_fsdp2:  # else they are in the parts
+            super()._save_rng_state(output_dir)  # type: ignore[misc]
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._random_states is None:
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+        else:  # again: skipping batches has drawn numbers
+            parts.restore_random_states(self._random_states, self.run.device)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *given: Any, **options: Any) -> None:
+        if self.accelerator.is_fsdp2 or parts.newest(Path(resume_from_checkpoint)) is not None:
+            return  # the run's state has the weights
         with self._whole_masters():
-            super()._load_from_checkpoint(*given, **options)  # type: ignore[misc]
+            super()._load_from_checkpoint(resume_from_checkpoint, *given, **options)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
+        if (best := parts.newest(Path(self.state.best_model_checkpoint))) is not None:
+            parts.load_weights(self.run, best)
+            return
         with self._whole_masters():
             super()._load_best_model()  # type: ignore[misc]
 
@@ -209,6 +266,15 @@ class PolicyMixin:
                 "does neither"
             )
         return "\n".join(lines)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether all of a checkpoint was written: Trainer's own state comes last."""
+    try:
+        parse_json(read_bytes(folder / TRAINER_STATE_NAME))
+    except (OSError, ValueError):
+        return False
+    return (folder / state.NAME).is_file() or parts.newest(folder) is not None
 
 
 class Trainer(PolicyMixin, transformers.Trainer):

@@ -181,7 +181,7 @@ def test_a_subclass_of_trainer_takes_the_mixin(tmp_path):
     [
         ({"bf16": True}, "bf16=True.* beside policy=", "bf16=False"),
         ({"bf16_full_eval": True}, "bf16_full_eval=True", "eval=bf16"),
-        ({"fsdp": "full_shard"}, "FSDP", "drop policy="),
+        ({"fsdp": True, "fsdp_config": {"version": 1}}, "FSDP1", "fsdp_version=2"),
     ],
 )
 def test_settings_beside_the_policy_are_refused(changes, said, hint, tmp_path):
