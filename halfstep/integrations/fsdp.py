@@ -38,22 +38,36 @@ from halfstep.integrations import parts
 from halfstep.torch.run import Run
 
 
-def plugin_of(given: Mapping[str, Any]) -> FullyShardedDataParallelPlugin | None:
-    """Returns the plugin that was given or that the launcher asks for; refuses what a policy cannot train by."""
+def plugin_of(
+    given: Mapping[str, Any], settings: Mapping[str, Any] | None = None
+) -> FullyShardedDataParallelPlugin | None:
+    """Returns the plugin that was given or that the launcher asks for; refuses what a policy cannot train by.
+
+    `settings` are those of a plugin that a framework will make.
+    """
     plugin: FullyShardedDataParallelPlugin | None = given.get("fsdp_plugin")
-    if plugin is None and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
-        plugin = AcceleratorState._shared_state.get("fsdp_plugin") or FullyShardedDataParallelPlugin()
+    launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if plugin is None and (settings or launched):
+        plugin = AcceleratorState._shared_state.get("fsdp_plugin")
+        if plugin is None:
+            settings = settings or {}
+            _check_version(settings.get("fsdp_version", int(os.environ.get("FSDP_VERSION", "1"))))
+            plugin = FullyShardedDataParallelPlugin(**settings)
     if plugin is not None:
         _check(plugin)
     return plugin
 
 
-def _check(plugin: FullyShardedDataParallelPlugin) -> None:
-    if plugin.fsdp_version != 2:
+def _check_version(version: int) -> None:
+    if version != 2:
         raise ParallelError(
             "FSDP1 beside policy= is not implemented: it flattens parameters, and a policy names them",
             hint="FullyShardedDataParallelPlugin(fsdp_version=2), or `--fsdp_version 2` for accelerate launch",
         )
+
+
+def _check(plugin: FullyShardedDataParallelPlugin) -> None:
+    _check_version(plugin.fsdp_version)
     if plugin.mixed_precision_policy is not None:
         raise ParallelError(
             "mixed_precision_policy= beside policy= would round gradients before they are reduced",

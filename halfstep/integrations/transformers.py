@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
@@ -119,8 +118,7 @@ class PolicyMixin:
     def create_accelerator_and_postprocess(self) -> None:
         """Makes Trainer's accelerator, and gives it the policy."""
         self._refuse()
-        settings = getattr(self.args, "fsdp_plugin_args", None)
-        plugin = fsdp.plugin_of({"fsdp_plugin": settings and FullyShardedDataParallelPlugin(**settings)})
+        plugin = fsdp.plugin_of({}, getattr(self.args, "fsdp_plugin_args", None))
         with preserve_fp32_matmuls():
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
         fsdp.use_on_cpus(self.accelerator.state, plugin)
