@@ -162,8 +162,11 @@ class Run(Engine):
         self._check_trains()
         return state.to_dict(self)
 
-    def load_state_dict(self, given: dict[str, Any]) -> None:
-        """Restores a state bit for bit. One of another policy, model or optimizer is refused entirely."""
+    def load_state_dict(self, given: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Restores a state bit for bit. One of another policy, model or optimizer is refused entirely.
+
+        The list of what all ranks of a sharded run saved, by rank, loads on any number of them and in one process.
+        """
         self._check_trains()
         state.from_dict(self, given)
         if self.scale_watch is not None:

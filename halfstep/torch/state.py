@@ -16,7 +16,7 @@ Whole tensors may be loaded too: each rank takes its rows. Masters that are spli
 shards): loading joins and splits them, exactly.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -161,8 +161,9 @@ def to_dict(run: RunParts) -> dict[str, Any]:
     return {**fixed, **rows, "numbers": numbers, "tensors": state_of(run)}
 
 
-def from_dict(run: RunParts, given: Mapping[str, Any]) -> None:
-    """Restores what `to_dict` returned, or refuses it entirely."""
+def from_dict(run: RunParts, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+    """Restores what `to_dict` returned, here or on all ranks of a sharded run, or refuses it entirely."""
+    given = saved if isinstance(saved, Mapping) else _join_ranks(saved)
     held = given if isinstance(given, Mapping) else {}
     missing = {"policy", "optimizers", "groups", "numbers", "tensors"} - held.keys()
     if missing:
@@ -180,8 +181,8 @@ def from_dict(run: RunParts, given: Mapping[str, Any]) -> None:
         raise StateError(
             "the state has other rows of the weights than this rank: it was saved by another rank, or by another "
             "number of ranks",
-            hint="load what the same rank of as many ranks saved; any number of ranks reads a checkpoint that "
-            "save_part of halfstep.training.checkpoints.parts wrote",
+            hint="give load_state_dict the list of what every rank saved, by rank: any number of ranks loads "
+            "it; or load what the same rank of as many ranks saved",
         )
     kinds = [label(optimizer) for optimizer in run.optimizers]
     shapes = [[len(groups) for groups in given["groups"]], [len(o.param_groups) for o in run.optimizers]]
@@ -203,6 +204,35 @@ def from_dict(run: RunParts, given: Mapping[str, Any]) -> None:
     for optimizer, groups in zip(run.optimizers, given["groups"], strict=True):
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
             group.update(settings)
+
+
+def _join_ranks(given: Any) -> Any:
+    """Returns the state of a whole run from those of its ranks; a rank that had a random state gets it back."""
+    if not isinstance(given, list | tuple):
+        return given
+    if not given or any("rows" not in each or "tensors" not in each for each in given):
+        raise StateError(
+            "a list was given, and not every entry is the state of a rank of a sharded run",
+            hint="[torch.load(f'rank{r}.pt', weights_only=True) for r in range(ranks)], each of run.state_dict()",
+        )
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in given[0]["tensors"].items():
+        kind, _, rest = name.partition(".")
+        owner = rest.partition(".")[2].rpartition(".")[0] if kind == "optimizer" else rest
+        if (rows := given[0]["rows"].get(owner)) is None or tensor.ndim == 0:
+            tensors[name] = tensor
+            continue
+        pieces = {each["rows"][owner][0]: each["tensors"][name] for each in given if len(each["tensors"][name])}
+        tensors[name] = torch.cat([pieces[start] for start in sorted(pieces)])
+        if len(tensors[name]) != rows[2]:
+            raise StateError(
+                f"`{name}` has {rows[2]} rows, and the states that were given have {len(tensors[name])} of them",
+                hint="give the states of all ranks that saved, each once",
+            )
+    rank = dist.get_rank() if in_group() else 0
+    own = given[rank]["tensors"] if rank < len(given) else {"rng.cpu": torch.get_rng_state()}
+    tensors |= {name: tensor for name, tensor in own.items() if name.startswith("rng.")}
+    return {**given[0], "rows": {}, "tensors": tensors}
 
 
 class Copies:

@@ -33,7 +33,11 @@ WRAPPERS = {
     "DistributedDataParallel": ("wrapped by DDP", ORDER),
     "DataParallel": ("wrapped by DataParallel", ORDER),
     "FullyShardedDataParallel": ("wrapped by FSDP1, which flattens parameters,", f"use FSDP2: {SHARD_ORDER}"),
-    "FSDPModule": ("wrapped by FSDP", SHARD_ORDER),
+    "FSDPModule": (
+        "wrapped by FSDP",
+        f"{SHARD_ORDER}. Accelerate and Trainer shard by `fsdp_plugin=` and `fsdp=True`, beside policy=: import "
+        "Accelerator from halfstep.integrations.accelerate, or Trainer from halfstep.integrations.transformers",
+    ),
     "DeepSpeedEngine": ("wrapped by DeepSpeed", "prepare(engine.module, ...) takes the model itself"),
     "_FabricModule": (
         "set up by Fabric",

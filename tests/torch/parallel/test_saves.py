@@ -187,5 +187,43 @@ def whole_weights_into_shards():
 
 
 def test_own_loops_keep_the_rows_of_their_rank_and_take_whole_weights(ranks):
-    assert all("save_part" in hint for hint in ranks(by_state_dict, 2))
+    assert all("the list of what every rank saved" in hint for hint in ranks(by_state_dict, 2))
     assert ranks(whole_weights_into_shards, 2) == [True, True]
+
+
+def dictionaries(folder, optimizer):
+    """Trains two steps, and saves what `state_dict` returns, as a loop of its own does."""
+    run, called = begin("bf16-mixed", optimizer, ())
+    step(run, called, 0, 1)
+    torch.save(run.state_dict(), f"{folder}/rank{dist.get_rank()}.pt")
+    state = whole_state(run)
+    return state, step(run, called, 2, 3), whole_state(run)
+
+
+def from_dictionaries(folder, optimizer, count=2, shape=()):
+    run, called = begin("bf16-mixed", optimizer, shape)
+    step(run, called, 7)
+    run.load_state_dict([torch.load(f"{folder}/rank{r}.pt", weights_only=True) for r in range(count)])
+    state = whole_state(run)
+    return state, step(run, called, 2, 3), whole_state(run)
+
+
+def without_random(state):
+    return {name: held for name, held in state.items() if not name.startswith("rng.")}
+
+
+@pytest.mark.parametrize("optimizer", ["fused", pytest.param("muon", marks=pytest.mark.prove)])
+def test_what_state_dict_returned_on_all_ranks_loads_on_any_number(ranks, optimizer, tmp_path):
+    saved = ranks(dictionaries, 2, tmp_path, optimizer)
+    assert ranks(from_dictionaries, 2, tmp_path, optimizer) == saved
+    state, *_ = from_dictionaries(tmp_path, optimizer, 2, None)  # one process
+    assert without_random(state) == without_random(saved[0][0])
+    with pytest.raises(HalfstepError, match="has 50 rows, and the states that were given have 25"):
+        from_dictionaries(tmp_path, optimizer, 1, None)
+
+
+@pytest.mark.prove
+def test_four_ranks_load_what_state_dict_returned_on_two(ranks, tmp_path):
+    state, *_ = ranks(dictionaries, 2, tmp_path, "fused")[0]
+    for found, *_ in ranks(from_dictionaries, 4, tmp_path, "fused"):
+        assert without_random(found) == without_random(state)
