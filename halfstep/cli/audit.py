@@ -120,10 +120,17 @@ def _collect(target: Sequence[str], steps: int | None, *, json: bool) -> "tuple[
 
     print_words(f"watching {steps or STEPS} updates of `{shlex.join(target)}`")
     # What the script prints must not be among our JSON. From its first words on, it speaks for itself.
-    outcome = script.run(target, steps or STEPS, stdout=STDERR if json else None, on_words=rest)
+    outcome = script.run(
+        target, steps or STEPS, stdout=STDERR if json else None, on_words=rest, on_failure=_tell_failure
+    )
     collected = Collected([*outcome.records])
     print_words(*(line for note in outcome.notes for line in note.splitlines()))
-    return collected, 0 if outcome.exit_code == 0 and outcome.records else 2
+    complete = outcome.exit_code == 0 and outcome.records and not outcome.failures
+    return collected, 0 if complete else 2
+
+
+def _tell_failure(failure: str) -> None:
+    print_words(f"the audit itself failed: {failure}", "the script goes on to its own end, unwatched")
 
 
 def _print(target: Sequence[str], collected: "Collected", found: "list[Finding]", accepted: int) -> None:

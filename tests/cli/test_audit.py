@@ -1,7 +1,5 @@
 """`halfstep audit` as people see it: output, exit codes, accepted findings, and the policy that cures."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from halfstep.cli.main import run
@@ -153,9 +151,9 @@ def test_all_rules_are_listed(capsys, data_of):
 def test_a_command_is_run_and_watched(monkeypatch, capsys):
     calls = []
 
-    def played(command, steps, stdout, on_words):
+    def played(command, steps, stdout, **_):
         calls.append((list(command), steps, stdout))
-        return SimpleNamespace(records=[Record("script", updates=3)], exit_code=0, notes=["watched 3 updates"])
+        return script.Outcome((Record("script", updates=3),), 0, ("watched 3 updates",))
 
     monkeypatch.setattr(script, "run", played)
     assert run(["audit", "--steps", "3", "--", "python", "train.py", "--lr", "1"]) == 0
@@ -168,7 +166,7 @@ def test_a_command_is_run_and_watched(monkeypatch, capsys):
 
 
 def test_a_script_of_which_nothing_was_seen_is_not_called_clean(monkeypatch, capsys):
-    nothing = SimpleNamespace(records=(), exit_code=0, notes=["it failed\n    Traceback", "no update"])
+    nothing = script.Outcome((), 0, ("it failed\n    Traceback", "no update"))
     monkeypatch.setattr(script, "run", lambda *_, **__: nothing)
     assert run(["audit", "--", "python", "train.py"]) == 2
     assert capsys.readouterr().err.splitlines() == [
