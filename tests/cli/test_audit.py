@@ -20,7 +20,7 @@ def bad(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     weights = [Weight(f"blocks.{i}.up.weight", "bf16", optimizer="AdamW", updates=LOST) for i in range(11)]
     record = Record("script", updates=20, weights=weights, unseen=["compiled code"])
-    monkeypatch.setattr(targets, "collect", lambda target, steps: Collected([record]))
+    monkeypatch.setattr(targets, "collect", lambda *_: Collected([record]))
     return record
 
 
@@ -48,7 +48,7 @@ def test_findings_for_programs(bad, data_of):
 def test_findings_of_some_ranks_say_which(bad, monkeypatch, capsys):
     other = Record("script", rank=1, updates=20, buffers=[Buffer("rope.inv_freq", "bf16", "rope")])
     other.weights = bad.weights
-    monkeypatch.setattr(targets, "collect", lambda target, steps: Collected([bad, other]))
+    monkeypatch.setattr(targets, "collect", lambda *_: Collected([bad, other]))
     assert run(["audit", "x:y"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].endswith(" and 7 more [ranks 0, 1]")
@@ -59,7 +59,7 @@ def test_what_a_run_counted_stands_in_place_of_what_formats_make_likely(bad, mon
     for weight in bad.weights:
         weight.updates = None
     counted = Finding("HS101", "m", "error", "certain", "f", "p", where=["blocks.3.up"])
-    monkeypatch.setattr(targets, "collect", lambda target, steps: Collected([bad], [counted]))
+    monkeypatch.setattr(targets, "collect", lambda *_: Collected([bad], [counted]))
     assert [each["where"] for each in data_of("audit", "x:y", code=1)["findings"]] == [["blocks.3.up"]]
 
 
