@@ -6,7 +6,9 @@ They start fast: a server imports the packages once, and each process is a fork 
 import multiprocessing
 import os
 import socket
+import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.preload"])
@@ -28,6 +30,24 @@ def run_ranks(function, *given, count=2):
     port = free_port()
     with ProcessPoolExecutor(count, SERVER) as pool:
         return [f.result() for f in [pool.submit(_rank, r, count, port, function, given) for r in range(count)]]
+
+
+@contextmanager
+def killed_ranks(victims, function, *given, count=2):
+    """Starts such processes; kills the victims after the block, and then the others."""
+    port = free_port()
+    ranks = [SERVER.Process(target=_rank, args=(r, count, port, function, given)) for r in range(count)]
+    for rank in ranks:
+        rank.start()
+    try:
+        yield
+    finally:
+        for victim in victims:
+            ranks[victim].kill()
+        time.sleep(0.1)  # others go on for a while
+        for rank in ranks:
+            rank.kill()
+            rank.join()
 
 
 def free_port():

@@ -45,9 +45,10 @@ from halfstep.core.errors import (
 )
 from halfstep.core.policy import Policy
 from halfstep.core.scaling import NoScale
-from halfstep.integrations import state
+from halfstep.integrations import fsdp, parts, state
 from halfstep.integrations.refusals import preserve_fp32_matmuls, refuse_precision, refuse_sharding, sharding_error
 from halfstep.torch.numerics.record import record_of, update_record
+from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.run import Run, prepare
 from halfstep.torch.update.step import StepResult
 
@@ -71,8 +72,10 @@ class Accelerator(accelerate.Accelerator):
         refuse_precision(given.pop("mixed_precision", None))
         refuse_sharding(given)
         given.pop("self")
+        plugin = fsdp.plugin_of(given)
         with preserve_fp32_matmuls():
             super().__init__(mixed_precision="no", **given)
+        fsdp.use_on_cpus(self.state, plugin)
         self._start(policy, seed, ema, tokens)
 
     @classmethod
@@ -86,7 +89,7 @@ class Accelerator(accelerate.Accelerator):
 
     def _start(self, policy: Policy | str, seed: int, ema: float, tokens: int) -> None:
         kind = self.distributed_type.value
-        if kind != "NO" and not kind.startswith("MULTI_"):
+        if kind != "NO" and not kind.startswith("MULTI_") and not self.is_fsdp2:
             raise sharding_error(kind)
         self.policy = policy
         self._options: dict[str, Any] = {"seed": seed, "ema": ema, "tokens": tokens}
@@ -125,16 +128,42 @@ class Accelerator(accelerate.Accelerator):
             place = self.device_placement if device_placement is None else device_placement
             if place and not self.verify_device_map(model):
                 model = model.to(self.device)
-            run = prepare(model, self.policy, **self._options)
-            if self.num_processes > 1 and run.averages_all():
+            run = self._begin_run(model)
+            if self.num_processes > 1 and not self.is_fsdp2 and run.averages_all():
                 run.unprepare()
                 raise ParallelError(
                     "DDP averages the gradients of whole fp32 masters, and the policy leaves it none",
                     hint="hold masters whole, with `param=fp32`, and sum in fp32, with `accumulate=fp32`",
                 )
-            update_record(model, prepared=run)
         self.take_up(run.model)
         return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+
+    def _begin_run(self, model: nn.Module) -> Run:
+        run = prepare(model, self.policy, **self._options)
+        update_record(model, prepared=run)
+        return run
+
+    def _prepare_fsdp2(self, *args: Any) -> Sequence[Any]:
+        """Gives a model its policy, has Accelerate shard it, and compiles it; `prepare` attaches optimizers."""
+        model = next((each for each in args if isinstance(each, nn.Module)), None)
+        if model is not None:
+            inner = self.unwrap_model(model, keep_torch_compile=False)
+            if run_of(inner) is None:
+                self._begin_run(inner)
+                if self.state.fsdp_plugin.activation_checkpointing:
+                    fsdp.checkpoint_layers(self, inner)
+            self.take_up(inner)
+        with ExitStack() as stack:
+            stack.enter_context(fsdp.left_to_us(self.state))
+            for each in args:
+                optimizer = each.optimizer if isinstance(each, PolicyOptimizer) else each
+                if isinstance(optimizer, Optimizer):
+                    stack.enter_context(optimizer.replacing_parameters())
+            result = [*super()._prepare_fsdp2(*args)]
+        for place, each in enumerate(result):
+            if isinstance(each, nn.Module):
+                result[place] = self._models[-1] = fsdp.compiled(self.state, each)
+        return result
 
     def take_up(self, model: nn.Module) -> None:
         """Continues with a model that this class has prepared before, as after `free_memory`."""
@@ -185,7 +214,7 @@ class Accelerator(accelerate.Accelerator):
     def _find_run(self, wrapped: "PolicyOptimizer") -> Run:
         held = {p for group in wrapped.param_groups for p in group["params"]}
         for run in self._runs:
-            if not held.isdisjoint(run.masters.names):
+            if not held.isdisjoint(run.model.parameters()):
                 return run
         if wrapped.run is not None and run_of(wrapped.run.model) is wrapped.run:
             self.take_up(wrapped.run.model)
@@ -323,7 +352,12 @@ class Accelerator(accelerate.Accelerator):
             return super().get_state_dict(model, unwrap=unwrap)  # type: ignore[no-any-return]
 
     def save_state(self, *args: Any, **options: Any) -> Any:
-        """Saves everything to a folder; the trained model's state is in halfstep.safetensors, bit for bit."""
+        """Saves everything to a folder; the trained model's state is in halfstep.safetensors, bit for bit.
+
+        Under FSDP2 each rank writes its rows, and all that Accelerate has is beside them, without a pickle.
+        """
+        if self.is_fsdp2:
+            return fsdp.save_state(self, self.run, self._folder_of(args, options, "output_dir"))
         with self._without_optimizers():
             return super().save_state(*args, **options)
 
@@ -332,18 +366,34 @@ class Accelerator(accelerate.Accelerator):
 
         From a folder that was saved without a policy, weights and the optimizers' state are taken over.
         """
-        with self._without_optimizers(), ExitStack() as self._weights:
-            super().load_state(*args, **options)
+        given = self._folder_of(args, options, "input_dir")
+        folder = None if given is None else Path(given).expanduser()
+        if folder is None and self.project_configuration.automatic_checkpoint_naming:
+            folder = fsdp.newest_of(self)
+        if folder is not None and (newest := parts.newest(folder)) is not None:
+            fsdp.load_state(self, self.run, newest)
+        else:
+            with self._without_optimizers(), ExitStack() as self._weights:
+                super().load_state(*args, **options)
         self._forget_updates()
+
+    @staticmethod
+    def _folder_of(args: Sequence[Any], options: dict[str, Any], name: str) -> str | None:
+        return args[0] if args else options.get(name)
 
     @contextmanager
     def _without_optimizers(self) -> Iterator[None]:
-        """Hides the optimizers from Accelerate, which would pickle the moments that our file holds."""
-        held, self._optimizers = self._optimizers, list[PolicyOptimizer]()  # type: ignore[has-type]
+        """Hides the optimizers from Accelerate, which would pickle the moments that our file holds.
+
+        Under FSDP2 models are hidden too: it would read its own files, which are pickled, before it calls us.
+        """
+        held, models = self._optimizers, self._models  # type: ignore[has-type]
+        self._optimizers = list[PolicyOptimizer]()
+        self._models = [] if self.is_fsdp2 else models
         try:
             yield
         finally:
-            self._optimizers = held
+            self._optimizers, self._models = held, models
 
     def _trained_run(self) -> Run | None:
         return next((run for run in self._runs if run.optimizers), None)
@@ -351,7 +401,7 @@ class Accelerator(accelerate.Accelerator):
     def _save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
         everywhere = self.project_configuration.save_on_each_node
         saves = self.is_local_main_process if everywhere else self.is_main_process
-        if saves and (run := self._trained_run()) is not None:
+        if saves and not self.is_fsdp2 and (run := self._trained_run()) is not None:
             state.save(run, Path(folder) / state.NAME)
 
     def _load(self, models: list[nn.Module], folder: str) -> None:
@@ -363,7 +413,7 @@ class Accelerator(accelerate.Accelerator):
             if run.averages is not None:
                 self._weights.callback(run.averages.restart)
         else:
-            state.load(run, Path(folder) / state.NAME, frozen_later=True)
+            state.load(run, Path(folder) / state.NAME, frozen_later=not self.is_fsdp2)
         if took_over or state.frozen_weights(run):
             self._weights.enter_context(run.edit())  # while Accelerate loads them
         else:

@@ -15,7 +15,6 @@ from halfstep.torch.update.switches import fp32_is_fp32
 _SHARDING = {
     "deepspeed_plugin": ("DeepSpeed", "ACCELERATE_USE_DEEPSPEED"),
     "deepspeed_plugins": ("DeepSpeed", ""),
-    "fsdp_plugin": ("FSDP", "ACCELERATE_USE_FSDP"),
     "megatron_lm_plugin": ("Megatron-LM", "ACCELERATE_USE_MEGATRON_LM"),
     "parallelism_config": ("ParallelismConfig", "ACCELERATE_USE_PARALLELISM_CONFIG"),
     "torch_tp_plugin": ("tensor parallelism", ""),
@@ -62,7 +61,7 @@ def sharding_error(what: str) -> HalfstepError:
     """Returns the refusal of a way to shard."""
     return ParallelError(
         f"{what} beside policy= is not implemented: it keeps parameters and gradients in its own form",
-        hint="train on one device or with DDP, or leave precision to it and drop policy=",
+        hint="train on one device, with DDP or with FSDP2, or leave precision to it and drop policy=",
     )
 
 

@@ -15,19 +15,24 @@ does, before anything changes.
 
 import hashlib
 import json
+import math
 import os
 import struct
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from halfstep.config.reading import fits_in_memory, parse_json, read_bytes
-from halfstep.core.errors import StateError
+from halfstep.core.errors import StateError, type_name
 from halfstep.core.scaling import DynamicScale
 from halfstep.core.state_format import Stored
+from halfstep.torch.numerics.shards import is_shard, local
+from halfstep.torch.parallel.ranks import copies
 from halfstep.torch.run import Run
 from halfstep.torch.state import DTYPE_NAMES, restored, stored
 from halfstep.training.checkpoints.tensors import write_tensors
@@ -44,20 +49,15 @@ def save(run: Run, path: str | Path) -> None:
     if run.sharded is not None:
         raise StateError(
             f"`{path}` is one file, and each rank has its own rows of a sharded run's state",
-            hint="save and load it in parts: save_part of halfstep.training.checkpoints.parts",
+            hint="save it in parts: save of halfstep.integrations.parts",
         )
     state, frozen = run.state_dict(), frozen_weights(run)
     tensors = {name: tensor for name, tensor in state["tensors"].items() if name not in frozen}
     table = {"format": FORMAT, **{key: state[key] for key in ("policy", "optimizers", "numbers")}}
-    table["frozen"] = {name: _sum_of_bytes(weight) for name, weight in frozen.items()}
-    table["groups"] = _map_settings(_encode, state["groups"], tensors)
-    try:
-        text = json.dumps(table, sort_keys=True)
-    except (TypeError, ValueError) as error:
-        raise StateError(
-            f"`{path}` cannot hold a setting or state of an optimizer: {error}",
-            hint="numbers, strings, lists and tensors can be saved; keep anything else out of its groups",
-        ) from None
+    table["frozen"] = sums_of_bytes(frozen)
+    table["groups"] = encode(state["groups"], "group", tensors)
+    table["numbers"] = encode(state["numbers"], "number", tensors)
+    text = json.dumps(table, sort_keys=True)
     arrays = {name: _to_stored(name, tensor) for name, tensor in tensors.items()}
     metadata = {"halfstep": text, "digest": _digest(text, arrays)}
     partial = path.with_name(path.name + PARTIAL)
@@ -80,30 +80,48 @@ def load(run: Run, path: str | Path, *, frozen_later: bool = False) -> None:
     path = Path(path)
     table, tensors = _read(path)
     frozen = {name: weight for name, weight in frozen_weights(run).items() if name in table["frozen"]}
-    for name, weight in {} if frozen_later else frozen.items():
-        if _sum_of_bytes(weight) != table["frozen"][name]:
-            raise StateError(
-                f"the frozen weight `{name.removeprefix('model.')}` is not the one that `{path}` was saved beside",
-                hint="load the weights that the run began with, such as the base of its adapters, before the "
-                "model is prepared",
-            )
-    tensors |= frozen
-    groups = _map_settings(_decode, table["groups"], tensors)
-    for name in [name for name in tensors if name.startswith("group.")]:
-        del tensors[name]
+    if not frozen_later:
+        check_frozen(frozen, table["frozen"], path)
+    restore(run, table, tensors | {name: local(weight) for name, weight in frozen.items()})
+
+
+def restore(run: Run, table: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Loads a state into a run, given its table as a file holds it."""
+    groups, numbers = decode(table["groups"], tensors), decode(table["numbers"], tensors)
     # Settings that are tensors, as a learning rate may be, go to the device where this run has them.
     for optimizer, settings in zip(run.optimizers, groups, strict=False):  # other numbers are refused, in words
         for group, given in zip(optimizer.param_groups, settings, strict=False):
             for key, value in given.items():
                 if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
                     given[key] = value.to(group[key].device)
-    run.load_state_dict({**table, "groups": groups, "tensors": tensors})
+    run.load_state_dict({**table, "groups": groups, "numbers": numbers, "tensors": tensors})
 
 
 def frozen_weights(run: Run) -> dict[str, Tensor]:
-    """Returns the weights that training leaves alone, by their names in a state."""
-    named = run.model.named_parameters()
-    return {f"model.{name}": p for name, p in named if not p.requires_grad and run.masters.is_whole(p)}
+    """Returns the weights that training leaves alone, by their names in a state; of shards, the shards."""
+    named = run.masters.names.items()  # those of the model may be gathered now
+    return {f"model.{name}": p for p, name in named if not p.requires_grad and run.masters.is_whole(p)}
+
+
+def check_frozen(weights: Mapping[str, Tensor], sums: Mapping[str, int], path: Path) -> None:
+    """Refuses frozen weights that are not those of the run that was saved; all ranks that share them call it."""
+    for name, total in sums_of_bytes(weights).items():
+        if total != sums.get(name, total):
+            raise StateError(
+                f"the frozen weight `{name.removeprefix('model.')}` is not the one that `{path}` was saved beside",
+                hint="load the weights that the run began with, such as the base of its adapters, before the "
+                "model is prepared",
+            )
+
+
+def sums_of_bytes(weights: Mapping[str, Tensor]) -> dict[str, int]:
+    """Returns the sum of the bytes of each weight, over all ranks that have a part of it."""
+    totals = [_sum_of_bytes(local(weight)) for weight in weights.values()]
+    if weights and is_shard(first := next(iter(weights.values()))):
+        summed = torch.tensor(totals, device=local(first).device)
+        torch.distributed.all_reduce(summed)
+        totals = [total // copies([first]) for total in summed.tolist()]
+    return dict(zip(weights, totals, strict=True))
 
 
 def _sum_of_bytes(tensor: Tensor) -> int:
@@ -149,32 +167,63 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return table, {name: restored(record) for name, record in arrays.items()}
 
 
-def _map_settings(convert: Callable[..., Any], groups: Any, tensors: dict[str, Tensor]) -> Any:
-    """Returns the settings of each optimizer's groups, converted; each has a name among the tensors."""
-    return [
-        [
-            {key: convert(value, f"group.{i}.{j}.{key}", tensors) for key, value in group.items()}
-            for j, group in enumerate(settings)
-        ]
-        for i, settings in enumerate(groups)
-    ]
+def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Returns a plain value as JSON holds it; puts tensors and arrays in it among the tensors, by their place."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, Tensor | np.ndarray):
+        tensors[name] = torch.as_tensor(value)
+        return {"tensor" if isinstance(value, Tensor) else "array": name}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        each = [encode(item, f"{name}.{place}", tensors) for place, item in enumerate(value)]
+        return {"tuple": each} if isinstance(value, tuple) else each
+    if isinstance(value, dict):
+        each = [[encode(key, name, {}), encode(item, f"{name}.{key}", tensors)] for key, item in value.items()]
+        if type(value) is dict and all(isinstance(key, str) for key in value) and not value.keys() & _MARKS.keys():
+            return dict(each)
+        return {"counter" if isinstance(value, Counter) else "dict": each}
+    raise StateError(
+        f"`{name}` is a {type_name(value)}, which a saved state cannot hold",
+        hint="numbers, strings, tensors and arrays can be saved, in lists, tuples and dictionaries; keep anything "
+        "else out of what is saved",
+    )
 
 
-def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Returns a setting as JSON holds it; a tensor is put among the tensors, under `name`."""
-    if isinstance(value, Tensor):
-        tensors[name] = value
-        return {"tensor": name}
-    return {"tuple": list(value)} if isinstance(value, tuple) else value
+def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Returns the value that `encode` was given; takes its tensors out of the others."""
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if isinstance(value, dict) and len(value) == 1 and (mark := next(iter(value))) in _MARKS:
+        return _MARKS[mark](value[mark], tensors)
+    return {key: decode(item, tensors) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _decode(value: Any, name: str, tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, dict) and value.keys() == {"tensor"}:
-        return tensors[name]
-    return tuple(value["tuple"]) if isinstance(value, dict) and value.keys() == {"tuple"} else value
+def _to_dict(items: Any, tensors: dict[str, Tensor]) -> dict[Any, Any]:
+    return {decode(key, tensors): decode(item, tensors) for key, item in items}
+
+
+# How what JSON has no form for is marked, and read back.
+_MARKS: Mapping[str, Callable[[Any, dict[str, Tensor]], Any]] = {
+    "tensor": lambda name, tensors: tensors.pop(name),
+    "array": lambda name, tensors: tensors.pop(name).numpy(),
+    "float": lambda text, _: float(text),
+    "tuple": lambda items, tensors: tuple(decode(items, tensors)),
+    "dict": _to_dict,
+    "counter": lambda items, tensors: Counter(_to_dict(items, tensors)),
+}
 
 
 def _to_stored(name: str, tensor: Tensor) -> Stored:
+    check_stored(name, tensor)
+    return stored(tensor)
+
+
+def check_stored(name: str, tensor: Tensor) -> None:
+    """Refuses a tensor that a saved state cannot hold."""
     if hasattr(type(tensor), "__tensor_flatten__"):
         raise StateError(
             f"`{name}` is of the class {type(tensor).__name__}, whose form a saved state cannot hold",
@@ -186,7 +235,6 @@ def _to_stored(name: str, tensor: Tensor) -> Stored:
             hint=f"held may be {', '.join(str(dtype) for dtype in DTYPE_NAMES)}; if it can be computed again, "
             "register the buffer with persistent=False",
         )
-    return stored(tensor)
 
 
 def _digest(text: str, arrays: Mapping[str, Stored]) -> str:

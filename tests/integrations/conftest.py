@@ -5,6 +5,8 @@ import logging
 
 import pytest
 
+from tests.torch.parallel.conftest import ranks  # noqa: F401
+
 
 @pytest.fixture
 def log():

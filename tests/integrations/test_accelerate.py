@@ -364,7 +364,6 @@ def test_a_second_opinion_on_precision_is_refused(monkeypatch):
     ("name", "variable", "said"),
     [
         ("deepspeed_plugin", "ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
-        ("fsdp_plugin", "ACCELERATE_USE_FSDP", "FSDP"),
         ("megatron_lm_plugin", "ACCELERATE_USE_MEGATRON_LM", "Megatron"),
     ],
 )

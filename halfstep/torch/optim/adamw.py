@@ -15,7 +15,8 @@ for whole and split masters; between the two the last bit may differ: torch's fu
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from operator import attrgetter, is_, itemgetter
 from typing import Any, cast
@@ -111,6 +112,19 @@ class Optimizer(torch.optim.Optimizer):
                 self.param_groups.pop()
                 raise OptimizerParametersError(f"`{name}` {problem[0]}", hint=problem[1])
         self.names |= dict(zip(group["params"], labels, strict=True))
+
+    @contextmanager
+    def replacing_parameters(self) -> Iterator[None]:
+        """Inside, other code may replace each parameter in the groups by another one, as FSDP2 does.
+
+        It is for an optimizer without state, and holds none of the first parameters meanwhile.
+        """
+        labels, formats = [*self.names.values()], [self.given.get(p) for p in self.names]
+        self.names, self.given, self.masters = {}, {}, Masters({})
+        yield
+        now = [p for group in self.param_groups for p in group["params"]]
+        self.names = dict(zip(now, labels, strict=True))
+        self.given = {p: fmt for p, fmt in zip(now, formats, strict=True) if fmt is not None}
 
     def _problem(self, parameter: Tensor) -> tuple[str, str] | None:
         """Returns why a parameter cannot be updated here and what to do instead; None if it can."""

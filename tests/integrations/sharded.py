@@ -1,0 +1,113 @@
+"""What ranks do in tests of FSDP2 in Accelerate: prepare a small model by its plugin, and train by its loop."""
+
+import os
+from collections import Counter
+
+import torch
+from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from halfstep.integrations.accelerate import Accelerator
+from halfstep.torch.state import state_of
+from tests.accelerate_state import reset
+from tests.torch.parallel import jobs
+
+SETTINGS = {
+    "fsdp_version": 2,
+    "auto_wrap_policy": "transformer_based_wrap",
+    "transformer_cls_names_to_wrap": ["Block"],
+}
+
+
+def forget():
+    """Makes this process one where no Accelerator was made."""
+    reset()
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
+        del os.environ[name]
+
+
+def llama(**changes):
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    sizes = {"hidden_size": jobs.WIDTH, "intermediate_size": 32, "vocab_size": jobs.WORDS}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **changes))
+
+
+def accelerator(policy="bf16-mixed", *, plugin=None, compiled=None, steps=1, **options):
+    forget()
+    given = {**SETTINGS, **(plugin or {})}
+    dynamo = None if compiled is None else TorchDynamoPlugin(backend="aot_eager", **compiled)
+    sharded = FullyShardedDataParallelPlugin(**given)
+    return Accelerator(
+        policy=policy,
+        cpu=True,
+        fsdp_plugin=sharded,
+        dynamo_plugin=dynamo,
+        gradient_accumulation_steps=steps,
+        **options,
+    )
+
+
+def begin(policy="bf16-mixed", *, model=jobs.net, optimizer="fused", **options):
+    """An Accelerator, and what it prepared: a model, an optimizer and a scheduler."""
+    made = accelerator(policy, **options)
+    model = model()
+    optimizer = jobs.OPTIMIZERS[optimizer](model.parameters())
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [6], 0.5)  # two a step
+    return made, *made.prepare(model, optimizer, scheduler)
+
+
+def logits(model, tokens):
+    found = model(tokens)
+    return getattr(found, "logits", found)
+
+
+def loss_of(model, rows):
+    return torch.nn.functional.cross_entropy(
+        logits(model, rows[:, :-1]).flatten(0, 1).float(), rows[:, 1:].flatten()
+    )
+
+
+def train(parts, steps, first=0, micro_batches=1, spoil=None):
+    """Accelerate's documented loop; returns losses of this rank, and whether updates were skipped."""
+    made, model, optimizer, scheduler = parts
+    seen = []
+    for step in range(first, first + steps):
+        for rows in jobs.batches(step, micro_batches):
+            with made.accumulate(model):
+                loss = loss_of(model, rows)
+                made.backward(loss * torch.nan if (step, made.process_index) == spoil else loss)
+                if made.sync_gradients:
+                    made.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        seen.append((float(loss.detach()), made.optimizer_step_was_skipped))
+    return seen
+
+
+def whole_state(run):
+    """Weights, moments and counts, gathered."""
+    found = {}
+    for name, tensor in state_of(run).items():
+        if not name.startswith(("model.", "optimizer.")):
+            continue
+        kind, _, rest = name.partition(".")
+        p = next(p for p, n in run.masters.names.items() if (rest if kind == "model" else rest[2:]).startswith(n))
+        if isinstance(p, DTensor) and tensor.ndim:
+            like = DTensor.from_local(tensor, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
+            tensor = like.full_tensor()
+        found[name] = tensor.clone()
+    return found
+
+
+def sent(work):
+    """Counts what a function sends, by operation and dtype: (tensors, bytes)."""
+    with jobs.Wire() as wire:
+        work()
+    tensors, sizes = Counter(), Counter()
+    for name, dtype, nbytes in wire.sent:
+        tensors[name, dtype] += 1
+        sizes[name, dtype] += nbytes
+    return {key: (tensors[key], sizes[key]) for key in tensors}
