@@ -213,6 +213,7 @@ KINDS = {
     "HS4": "Formats",
     "HS5": "The loop",
     "HS6": "Checkpoints",
+    "HS7": "Numbers in files",
 }
 
 

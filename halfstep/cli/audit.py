@@ -25,6 +25,7 @@ def audit(
     steps: int | None = None,
     select: Ids = (),
     ignore: Ids = (),
+    before: str | None = None,
     accept: Path | None = None,
     fix_policy: Path | None = None,
     rules: Flag = False,
@@ -48,6 +49,8 @@ def audit(
         by commas.
     ignore
         Leave these rules out.
+    before
+        An older file or folder of the same model: then it is known what training changed.
     accept
         A file of findings that are accepted, each with its reason; by default halfstep-audit.toml, if it is here.
     fix_policy
@@ -73,7 +76,7 @@ def audit(
         )
     accepted = read_accepted(accept)
     check([], select, ignore, accepted)  # a typo is refused before a script runs
-    collected, code = _collect(target, steps, json=json)
+    collected, code = _collect(target, steps, before, json=json)
     every = check_each(collected.records, select, ignore)
     chosen = chosen_rules(select, ignore)
     # What a run counted by itself while it trained stands in place of what formats alone make likely.
@@ -104,13 +107,15 @@ def _split(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(part.strip() for name in names for part in name.split(","))
 
 
-def _collect(target: Sequence[str], steps: int | None, *, json: bool) -> "tuple[Collected, int]":
+def _collect(
+    target: Sequence[str], steps: int | None, before: str | None, *, json: bool
+) -> "tuple[Collected, int]":
     """Returns what was seen, and 2 if a script could not be watched."""
     from halfstep.tools.audit.targets import Collected, collect
 
     is_command = len(target) > 1 or (os.path.isfile(target[0]) and os.access(target[0], os.X_OK))
     if not is_command:
-        collected = collect(target[0], steps or STEPS)
+        collected = collect(target[0], steps or STEPS, before)
         if steps is not None and collected.records[0].source in ("run", "checkpoint", "recipe"):
             raise OptionError(
                 f"--steps {steps} changes nothing: nothing is run to audit `{target[0]}`", hint="leave it out"
@@ -118,12 +123,21 @@ def _collect(target: Sequence[str], steps: int | None, *, json: bool) -> "tuple[
         return collected, 0
     from halfstep.tools.audit import script
 
+    if before is not None:
+        raise OptionError(f"--before {before} is about files, and a command runs", hint="leave it out")
     print_words(f"watching {steps or STEPS} updates of `{shlex.join(target)}`")
     # What the script prints must not be among our JSON. From its first words on, it speaks for itself.
-    outcome = script.run(target, steps or STEPS, stdout=STDERR if json else None, on_words=rest)
+    outcome = script.run(
+        target, steps or STEPS, stdout=STDERR if json else None, on_words=rest, on_failure=_tell_failure
+    )
     collected = Collected([*outcome.records])
     print_words(*(line for note in outcome.notes for line in note.splitlines()))
-    return collected, 0 if outcome.exit_code == 0 and outcome.records else 2
+    complete = outcome.exit_code == 0 and outcome.records and not outcome.failures
+    return collected, 0 if complete else 2
+
+
+def _tell_failure(failure: str) -> None:
+    print_words(f"the audit itself failed: {failure}", "the script goes on to its own end, unwatched")
 
 
 def _print(target: Sequence[str], collected: "Collected", found: "list[Finding]", accepted: int) -> None:

@@ -243,7 +243,6 @@ def _prepare(
     from halfstep.training.data.load import load_corpus
     from halfstep.training.loop import Loop
     from halfstep.training.run.opening import prepare_determinism
-    from halfstep.training.session import start_compiler
     from halfstep.training.telemetry import loggers
     from halfstep.training.telemetry.meters import UNMEASURED
 
@@ -261,7 +260,6 @@ def _prepare(
         say(f"loading {config.backend}")
     ran = None if opened is None else opened.policy
     policy, choice = _resolve(job, config, device, ran, say)
-    start_compiler(config, policy, device, alone=job.ranks == 1)
     reason = choice.reason if choice else read_as(config.policy)
     say(f"precision {policy}" + (f": {reason}" if reason else ""))
     schedule = PolicySchedule.of(policy, config.schedule, config.training.steps)

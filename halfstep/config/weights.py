@@ -13,9 +13,8 @@ Beside them are the angles of rotary positions, which are numbers of a model too
 """
 
 import math
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from itertools import islice
 
 import numpy as np
@@ -29,23 +28,25 @@ from halfstep.core.philox import tensor_id
 from halfstep.core.policy import Policy
 from halfstep.core.state_format import OF_BACKEND, OF_POLICY, Stored, convert
 
-MOST_DRAWN = 8  # tensors that are drawn at once, and wait for the caller at most
+MOST_DRAWN = 16  # tensors at once
 
 # Every parameter of a model once, by name, in fp32.
 Weights = Iterable[tuple[str, NDArray[np.float32]]]
 
 
 def initial_weights(model: ModelConfig, seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Yields the name and initial value of every parameter. Several at once draw from streams of their own."""
+    """Yields the name and initial value of every parameter, in the order in which they are drawn.
+
+    Several at once draw from streams of their own; the largest, which take longest, come first.
+    """
+    left = iter(sorted(parameter_shapes(model).items(), key=lambda named: -math.prod(named[1])))
     count = min(host.threads() or 1, MOST_DRAWN)
     with ThreadPoolExecutor(count) as pool:
-        shapes = parameter_shapes(model).items()
-        draws = ((name, pool.submit(_initial, model, seed, name, shape)) for name, shape in shapes)
-        ahead = deque(islice(draws, count))
-        while ahead:
-            name, value = ahead.popleft()
-            yield name, value.result()
-            ahead.extend(islice(draws, 1))
+        drawn = {pool.submit(_initial, model, seed, *named): named[0] for named in islice(left, count)}
+        while drawn:
+            for done in wait(drawn, return_when=FIRST_COMPLETED).done:
+                drawn |= {pool.submit(_initial, model, seed, *named): named[0] for named in islice(left, 1)}
+                yield drawn.pop(done), done.result()
 
 
 def _initial(model: ModelConfig, seed: int, name: str, shape: Shape) -> NDArray[np.float32]:

@@ -2,9 +2,10 @@
 
 import gc
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from halfstep.torch.convert.apply import adopt, apply
 from halfstep.torch.convert.resolve import check_policy, resolve
 from halfstep.torch.instruments.monitor import NEVER
 from halfstep.torch.measure import devices
-from halfstep.torch.model import Decoder
+from halfstep.torch.model import Decoder, rope_tables
 from halfstep.torch.numerics import memory
 from halfstep.torch.numerics.attention import UNFUSED
 from halfstep.torch.numerics.dtypes import as_device, describe
@@ -40,6 +41,7 @@ from halfstep.torch.update.readback import Readback
 from halfstep.torch.update.step import StepResult
 
 version = torch.__version__
+COMPILED_BESIDE = ("cuda", "xpu")  # devices whose kernels are compiled by processes beside this one
 
 
 def num_shards(config: RunConfig) -> int:
@@ -54,15 +56,21 @@ def local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks()))
 
 
-def start_compiler(device: str | None, *, measured: bool) -> None:
-    """Starts the processes that compile for a GPU, and those that time layers if the policy is `measured`."""
-    kind = as_device(device or devices()[0]).type
-    if measured and kind == "cuda":
-        start_timers()
-    if kind in ("cuda", "xpu"):  # until they run, this process compiles kernels one by one
-        from torch._inductor.async_compile import maybe_warm_pool  # imports dynamo, which takes seconds
+@contextmanager
+def _compiler_loaded() -> Iterator[None]:
+    """Imports torch's compiler and starts its processes beside what happens meanwhile: both take seconds."""
+    thread = Thread(target=_load_compiler)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
-        maybe_warm_pool()
+
+def _load_compiler() -> None:
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()  # until they run, this process compiles kernels one by one
 
 
 class Session(Shell):
@@ -92,19 +100,23 @@ class Session(Shell):
 
     def _build(self, policy: Policy, weights: Weights | None) -> None:
         config, self.policy = self.config, policy
-        self.model = Decoder(config.model)
+        with torch.device("meta"):  # to draw weights that are given afterwards takes seconds per billion
+            self.model = Decoder(config.model)
         self.model.recompute = config.training.recompute_blocks
-        for parameter in self.model.parameters():  # each weight is sent as soon as it is drawn, and once
-            parameter.data = torch.empty_like(parameter, device=self.device)
-        self.model.to(self.device)  # its tables
+        self.model.to_empty(device=self.device)
+        self.model.cos_TK, self.model.sin_TK = (table.to(self.device) for table in rope_tables(config.model))
+        alone, compiled = not in_group(), bool(config.training.compile) and self.device.type in COMPILED_BESIDE
+        if alone and compiled and policy.is_measured and not (policy.emulate or config.training.deterministic):
+            start_timers()
         if weights is not None:
-            self.model.set_weights(weights)
+            with _compiler_loaded() if compiled else nullcontext():
+                self.model.set_weights(weights)
         tokens, names = config.training.batch * config.model.context, self.model.module_names()
         self._check_policies(
             policy, lambda later: check_policy(self.model, resolve(self.model, later, names), names=names)
         )
         options: dict[str, Any] = {"tokens": tokens, "compiled": bool(config.training.compile)}
-        options |= {"split": not in_group(), "memory": config.training.memory}
+        options |= {"split": alone, "memory": config.training.memory}
         self.conversion = apply(self.model, policy, names, **options)
         if in_group() and (narrow := self.conversion.measured.narrow):  # each process has timed its own device
             self.conversion = adopt(self.model, self.conversion, from_all_ranks(narrow)[0])
@@ -120,7 +132,7 @@ class Session(Shell):
             self._optimizers = build_optimizers(self.model, config.optimizer)
             self.run = Run(self.model, self._optimizers, policy, config.training.clip_norm, **run)
         loss = self.model.loss if self._ddp is None else partial(self.model.loss, called=self._ddp)
-        self._compilation = self.model.choose_compilation(config.training.compile, tokens, alone=not in_group())
+        self._compilation = self.model.choose_compilation(config.training.compile, tokens, alone=alone)
         if self._compilation.how == "block":
             self.model.compile_blocks()
         self._loss = torch.compile(loss) if self._compilation.how == "whole" else loss

@@ -31,16 +31,6 @@ def backend_module(backend: str, name: str) -> Any:
         ) from None
 
 
-def start_compiler(config: RunConfig, policy: Policy, device: str | None, *, alone: bool = True) -> None:
-    """Starts what compiles the step, if something has to, so that it is ready when the model is.
-
-    Only a process that trains `alone` starts others to time the layers of a policy.
-    """
-    if config.backend == "torch" and config.training.compile:
-        measured = alone and policy.is_measured and not policy.emulate and not config.training.deterministic
-        backend_module("torch", "session").start_compiler(device, measured=measured)
-
-
 def check_device(config: RunConfig, policy: Policy, device: str | None, *, train: bool = True) -> int | None:
     """Refuses a device that is absent or cannot hold the model; returns how many bytes it has."""
     module = backend_module(config.backend, "session")

@@ -1,7 +1,5 @@
 """`halfstep audit` as people see it: output, exit codes, accepted findings, and the policy that cures."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from halfstep.cli.main import run
@@ -22,7 +20,7 @@ def bad(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     weights = [Weight(f"blocks.{i}.up.weight", "bf16", optimizer="AdamW", updates=LOST) for i in range(11)]
     record = Record("script", updates=20, weights=weights, unseen=["compiled code"])
-    monkeypatch.setattr(targets, "collect", lambda target, steps: Collected([record]))
+    monkeypatch.setattr(targets, "collect", lambda *_: Collected([record]))
     return record
 
 
@@ -50,7 +48,7 @@ def test_findings_for_programs(bad, data_of):
 def test_findings_of_some_ranks_say_which(bad, monkeypatch, capsys):
     other = Record("script", rank=1, updates=20, buffers=[Buffer("rope.inv_freq", "bf16", "rope")])
     other.weights = bad.weights
-    monkeypatch.setattr(targets, "collect", lambda target, steps: Collected([bad, other]))
+    monkeypatch.setattr(targets, "collect", lambda *_: Collected([bad, other]))
     assert run(["audit", "x:y"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].endswith(" and 7 more [ranks 0, 1]")
@@ -61,7 +59,7 @@ def test_what_a_run_counted_stands_in_place_of_what_formats_make_likely(bad, mon
     for weight in bad.weights:
         weight.updates = None
     counted = Finding("HS101", "m", "error", "certain", "f", "p", where=["blocks.3.up"])
-    monkeypatch.setattr(targets, "collect", lambda target, steps: Collected([bad], [counted]))
+    monkeypatch.setattr(targets, "collect", lambda *_: Collected([bad], [counted]))
     assert [each["where"] for each in data_of("audit", "x:y", code=1)["findings"]] == [["blocks.3.up"]]
 
 
@@ -153,9 +151,9 @@ def test_all_rules_are_listed(capsys, data_of):
 def test_a_command_is_run_and_watched(monkeypatch, capsys):
     calls = []
 
-    def played(command, steps, stdout, on_words):
+    def played(command, steps, stdout, **_):
         calls.append((list(command), steps, stdout))
-        return SimpleNamespace(records=[Record("script", updates=3)], exit_code=0, notes=["watched 3 updates"])
+        return script.Outcome((Record("script", updates=3),), 0, ("watched 3 updates",))
 
     monkeypatch.setattr(script, "run", played)
     assert run(["audit", "--steps", "3", "--", "python", "train.py", "--lr", "1"]) == 0
@@ -168,7 +166,7 @@ def test_a_command_is_run_and_watched(monkeypatch, capsys):
 
 
 def test_a_script_of_which_nothing_was_seen_is_not_called_clean(monkeypatch, capsys):
-    nothing = SimpleNamespace(records=(), exit_code=0, notes=["it failed\n    Traceback", "no update"])
+    nothing = script.Outcome((), 0, ("it failed\n    Traceback", "no update"))
     monkeypatch.setattr(script, "run", lambda *_, **__: nothing)
     assert run(["audit", "--", "python", "train.py"]) == 2
     assert capsys.readouterr().err.splitlines() == [

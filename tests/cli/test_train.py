@@ -12,7 +12,6 @@ from halfstep.config.load import load
 from halfstep.config.run import RunConfig
 from halfstep.config.schema import rows
 from halfstep.core.choice import Choice
-from halfstep.core.errors import HalfstepError
 from halfstep.core.policy import Policy
 from halfstep.report import page
 from halfstep.tools import probe
@@ -71,17 +70,6 @@ def test_json_output_and_a_resumed_run_keeps_its_ceiling(small, out, monkeypatch
     assert (
         data_of("train", *small, "--policy", "fp32", "--out", str(out), "--resume")["ceiling"] == first["ceiling"]
     )
-
-
-def test_the_compiler_starts_before_the_model_is_built(quick, monkeypatch):
-    begun = []
-    monkeypatch.setattr(
-        "halfstep.training.session.start_compiler",
-        lambda config, policy, device, **_: begun.append((policy, device)),
-    )
-    monkeypatch.setattr("halfstep.training.run.opening.open_session", raising(HalfstepError("enough")))
-    assert run(["train", *quick]) == 2
-    assert begun == [(Policy(), "cpu")]
 
 
 def test_the_reason_of_auto_reaches_messages_events_and_page_unchanged(small, tmp_path, capsys, monkeypatch):

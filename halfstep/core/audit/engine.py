@@ -10,10 +10,10 @@ from functools import cache
 
 from halfstep.core.audit.finding import SEVERITIES, Finding, Rule, merge
 from halfstep.core.audit.record import Record
-from halfstep.core.audit.rules import checkpoints, formats, loop, scaling, sums, updates
+from halfstep.core.audit.rules import checkpoints, files, formats, loop, scaling, sums, updates
 from halfstep.core.errors import OptionError, did_you_mean
 
-FAMILIES = (updates, scaling, sums, formats, loop, checkpoints)
+FAMILIES = (updates, scaling, sums, formats, loop, checkpoints, files)
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,7 @@ class Weight:
     grad_format: str | None = None
     place: str | None = None
     updates: UpdateCounts | None = None
+    counter: str | None = None  # the format in which its optimizer counts steps, if that is a tensor's
 
     @property
     def stepped(self) -> str:
@@ -128,6 +129,29 @@ class Sync:
 
 
 @dataclass(slots=True)
+class StoredTensor:
+    """What the numbers of one tensor in a file show."""
+
+    name: str  # of a moment, that of its weight
+    role: Literal["weight", "master", "moment", "step"]
+    format: str
+    kind: WeightKind = "other"
+    moment: str = ""  # such as `exp_avg`
+    elements: int = 0
+    zeros: int = 0
+    nonfinite: int = 0
+    subnormal: int = 0
+    saturated: int = 0  # at the largest finite number of the format
+    constant: float | None = None  # the number that all of them are
+    holds: str | None = None  # a narrower format that all of them fit, as after a cast
+    changed: int | None = None  # how many differ from the file before, if there is one
+    by_one: int = 0  # of those: by one step of their format
+    partner: str = ""  # the tensor that this one must equal: the weight of a master, the embedding of a tied head
+    differs: int = 0  # how many do not
+    far: int = 0  # of those: by more than one step of the format
+
+
+@dataclass(slots=True)
 class CheckpointFacts:
     """What one checkpoint on disk holds."""
 
@@ -140,6 +164,9 @@ class CheckpointFacts:
     policy: str | None = None  # of halfstep, if it wrote the checkpoint
     complete: bool = True
     problem: str | None = None  # why it is not complete
+    tensors: list[StoredTensor] = field(default_factory=list)  # of the newest, if its numbers were read
+    before: str | None = None  # what it was compared with
+    declared: str | None = None  # the format that its config.json names
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Run folders and checkpoints of halfstep, as an audit records them: manifests and events, never tensors.
+"""Run folders and checkpoints of halfstep, as an audit records them: manifests, events, and where tensors are.
 
 A folder may be incomplete, or be written while it is read. What is missing is said in `unseen`; a checkpoint that
 is not whole is a fact for the rules. Only what a newer halfstep wrote is an error: nothing of it can be judged.
@@ -27,13 +27,14 @@ from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy, read
 from halfstep.core.roles import Operand, Param
 from halfstep.core.rules import Resolved
+from halfstep.tools.audit.disk import FORMATS, DiskTensor, safetensor
+from halfstep.tools.audit.files import Contents
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.tensors import CheckpointError, DamagedCheckpointError
 from halfstep.training.paths import CHECKPOINTS, CONFIG, EVENTS
 from halfstep.training.telemetry.events import EventsError, stream_events
+from halfstep.training.weights.safetensors import open_file
 
-# Names of dtypes in a safetensors header -> names of formats in a record.
-FORMATS = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16", "F8_E4M3": "e4m3", "F8_E5M2": "e5m2"}
 CHOICES = ("fp32", "bf16-mixed", "fp16-mixed")  # what `auto` chooses among, by measuring
 
 
@@ -100,6 +101,29 @@ def facts_of(path: Path) -> CheckpointFacts:
             if parameter and moment != "step":
                 facts.moments[f"{parameter}/{moment}"] = fmt
     return facts
+
+
+def contents_of(record: Record) -> Contents | None:
+    """Returns the tensors of the newest of our checkpoints in a record; None if there is no whole one."""
+    if not record.checkpoints or not record.checkpoints[-1].complete:
+        return None
+    path = Path(record.checkpoints[-1].path)
+    try:
+        manifest = checkpoint.check_complete(path)
+        opened = {file: open_file(path / file) for file in manifest["files"]}
+    except (FileNotFoundError, HalfstepError) as error:  # retention may have removed it meanwhile
+        record.unseen.append(f"the numbers of `{path}`: {getattr(error, 'message', error)}")
+        return None
+    tensors = {}
+    for name, entry in manifest["tensors"].items():
+        rows = sorted(checkpoint.rows_in_files(entry).items(), key=lambda item: tuple(item[1]))
+        pieces = [safetensor(opened[file][name]) for file, _ in rows]
+        spans = tuple(span for piece in pieces for span in piece.spans)
+        tensors[name.removeprefix("model.")] = DiskTensor(pieces[0].format, tuple(entry["shape"]), spans)
+    contents = Contents()
+    contents.add(tensors)
+    contents.name_by_weights()
+    return contents
 
 
 def _settings(

@@ -2,7 +2,7 @@
 
 The command runs as it is, in this terminal. A folder on PYTHONPATH holds a `sitecustomize` that Python runs in
 each process, behind whatever launcher; each that trains on torch writes one record
-(halfstep.torch.instruments.collect).
+(halfstep.torch.instruments.collect). If the audit itself fails there, the script runs as it would have without it.
 """
 
 import json
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.core.audit.record import Record
-from halfstep.core.errors import OptionError, TargetError
+from halfstep.core.errors import OptionError, TargetError, how_to_install
 from halfstep.tools.audit.inject.sitecustomize import FOLDER, PACKAGE, STEPS
 
 INJECTED = Path(__file__).parent / "inject"
@@ -32,6 +32,7 @@ class Outcome:
     records: tuple[Record, ...]
     exit_code: int
     notes: tuple[str, ...]
+    failures: tuple[str, ...] = ()  # of the audit itself
 
 
 def run(
@@ -39,18 +40,20 @@ def run(
     steps: int = 20,
     stdout: int | None = None,
     on_words: Callable[[], None] = lambda: None,
+    on_failure: Callable[[str], None] = lambda failure: None,
 ) -> Outcome:
     """Runs a command until each process that trains has made `steps` updates, or until it ends.
 
     What it prints goes to the descriptor `stdout`, by default to ours. `on_words` is called when its Python has
-    printed something for the first time.
+    printed something for the first time, `on_failure` when the audit itself has failed: the script goes on to its
+    own end.
     """
     if not command:
         raise TargetError("there is no command to audit", hint="halfstep audit -- python train.py")
     if steps < 1:
         raise OptionError(f"an audit needs at least one update, not {steps}", hint="leave out --steps for 20")
     with tempfile.TemporaryDirectory(prefix="halfstep-audit-") as folder:
-        exit_code = _run(command, _environment(folder, steps), stdout, on_words)
+        exit_code = _run(command, _environment(folder, steps), stdout, on_words, on_failure)
         seen = [json.loads(path.read_text("utf-8")) for path in sorted(Path(folder).glob("record-*.json"))]
         left = {
             kind: [path.read_text("utf-8") for path in sorted(Path(folder).glob(f"{kind}-*.txt"))]
@@ -63,7 +66,7 @@ def run(
     notes = [*_how_it_ended(command, steps, exit_code, trained, left)]
     if not records:
         notes.append(_why_nothing(seen, left))
-    return Outcome(records, exit_code, tuple(notes))
+    return Outcome(records, exit_code, tuple(notes), tuple(left["unwatched"]))
 
 
 def _environment(folder: str, steps: int) -> dict[str, str]:
@@ -73,7 +76,11 @@ def _environment(folder: str, steps: int) -> dict[str, str]:
 
 
 def _run(
-    command: Sequence[str], environment: dict[str, str], stdout: int | None, on_words: Callable[[], None]
+    command: Sequence[str],
+    environment: dict[str, str],
+    stdout: int | None,
+    on_words: Callable[[], None],
+    on_failure: Callable[[str], None],
 ) -> int:
     try:
         process = subprocess.Popen(command, env=environment, stdout=stdout)
@@ -82,11 +89,16 @@ def _run(
         raise TargetError(f"`{command[0]}` cannot be run: {error.strerror}", hint=hint) from None
     with process:
         try:
-            while not any(Path(environment[FOLDER]).glob("words-*")):
+            spoke = failed = False
+            while True:
                 with suppress(subprocess.TimeoutExpired):
                     return process.wait(0.25)
-            on_words()
-            return process.wait()
+                if not spoke and any(Path(environment[FOLDER]).glob("words-*")):
+                    spoke = True
+                    on_words()
+                if not failed and (notes := [*Path(environment[FOLDER]).glob("unwatched-*.txt")]):
+                    failed = True
+                    on_failure(notes[0].read_text("utf-8"))
         except KeyboardInterrupt:  # the script has it too, and ends as it does on Ctrl-C
             return process.wait()
 
@@ -116,7 +128,9 @@ def _how_it_ended(
 
 def _why_nothing(seen: list[dict[str, Any]], left: dict[str, list[str]]) -> str:
     if left["unwatched"]:
-        return f"it could not be watched: {left['unwatched'][0]}"
+        why = left["unwatched"][0]
+        hint = f"; with its pip, {how_to_install('torch')}" if why.startswith(("ImportError", "ModuleNot")) else ""
+        return f"it could not be watched, and ran as it would have: {why}{hint}"
     if any(each["record"]["losses"] for each in seen):
         return "no update was seen: backward passes ran, and no torch.optim.Optimizer was stepped"
     if seen:

@@ -1,7 +1,7 @@
 """What `halfstep audit TARGET` may be, and what is recorded of each.
 
 a run folder                    settings, events, manifests of checkpoints
-a checkpoint, ours or another's formats of weights, moments, masters; what is missing
+a checkpoint, or a file of one  formats of weights, moments, masters; what is missing; what the numbers show
 a recipe                        what its policy makes of its model
 module:factory                  a model and its optimizer, stepped a few times if there are a loss and a batch
 
@@ -15,7 +15,6 @@ on JAX loss_fn, params, batch, optimizer, as `halfstep.jax.audit` takes them.
 
 import importlib
 import os
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,122 +23,12 @@ from typing import Any
 
 from halfstep.config.load import recipe_names
 from halfstep.core.audit.finding import Finding
-from halfstep.core.audit.record import CheckpointFacts, Record
+from halfstep.core.audit.record import Record
 from halfstep.core.errors import ConfigError, FactoryError, HalfstepError, TargetError, did_you_mean
 from halfstep.tools.audit import runs
-from halfstep.tools.audit.runs import FORMATS
+from halfstep.tools.audit.files import PICKLES, Contents, of_file, of_folder, read_numbers
 from halfstep.training.checkpoints.checkpoint import is_checkpoint, step_folders
 from halfstep.training.run.folder import holds_run
-from halfstep.training.weights.safetensors import INDEX, SINGLE, open_file, open_folder
-
-# Checkpoints of other libraries, as an audit records them: what their files say of formats, and what is missing.
-#
-#     model.safetensors, or shards and their index    names and formats of weights
-#     *.bin, *.pt, *.pth, *.ckpt                       read by torch, restricted to tensors and plain data
-#     trainer_state.json                              the last file that transformers writes: none is whole without
-#
-# A folder of checkpoints (`checkpoint-500`, `step_500`, `epoch_3`) is read as all of them, in order.
-
-_NUMBERED = re.compile(r"(?:checkpoint|step|epoch|ckpt|global_step)[-_=]?(\d+)")
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_WEIGHTS, _MOMENTS = ("pytorch_model", "model"), ("optimizer",)
-
-
-def of_folder(folder: Path) -> Record:
-    """Returns the record of a checkpoint folder, or of a folder of them."""
-    record = Record("checkpoint")
-    numbered = ((_step(path), path) for path in folder.iterdir() if path.is_dir())
-    inside = sorted((step, path) for step, path in numbered if step is not None)
-    if not inside and holds_checkpoint(folder):  # beside checkpoints, it is the finished model
-        inside = [(0, folder)]
-    if not inside:
-        raise TargetError(
-            f"`{folder}` holds no run and no checkpoint that halfstep knows",
-            hint="name a run folder, or a folder with model.safetensors or an optimizer's state",
-        )
-    resumable = any(_has_state(path) for _, path in inside)
-    for step, path in inside:
-        record.checkpoints.append(_facts(path, step if path is not folder else _step(folder), record, resumable))
-    return record
-
-
-def of_file(file: Path) -> Record:
-    """Returns the record of one file of weights or state."""
-    record = Record("checkpoint")
-    facts = CheckpointFacts(str(file))
-    _read(file, facts, record)
-    record.checkpoints.append(facts)
-    return record
-
-
-def holds_checkpoint(folder: Path) -> bool:
-    """Whether a folder itself holds weights or state of another library."""
-    names = {path.name for path in folder.iterdir() if path.is_file()}
-    return bool(names & {SINGLE, INDEX}) or any(_is_state(name) for name in names)
-
-
-def _step(folder: Path) -> int | None:
-    match = _NUMBERED.fullmatch(folder.name)
-    return int(match[1]) if match else None
-
-
-def _is_state(name: str) -> bool:
-    return name.endswith((*PICKLES, ".safetensors")) and name.startswith((*_WEIGHTS, *_MOMENTS, "adapter_model"))
-
-
-def _has_state(folder: Path) -> bool:
-    return any(path.name.startswith(_MOMENTS) for path in folder.iterdir())
-
-
-def _facts(folder: Path, step: int | None, record: Record, resumable: bool) -> CheckpointFacts:
-    facts = CheckpointFacts(str(folder), step)
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    names = {path.name for path in files}
-    try:
-        if names & {SINGLE, INDEX}:
-            facts.weights = {name: _format(t.dtype) for name, t in open_folder(folder).items()}
-            shapes = {name: list(t.shape) for name, t in open_folder(folder).items()}
-        else:
-            shapes = {}
-        for file in files:
-            if file.suffix in PICKLES and file.name.startswith((*_WEIGHTS, *_MOMENTS, "scaler")):
-                _read(file, facts, record, shapes)
-            elif file.suffix == ".safetensors" and file.name.startswith((*_MOMENTS, "adapter_model")):
-                _read(file, facts, record)
-    except HalfstepError as error:
-        facts.complete, facts.problem = False, error.message
-        return facts
-    # A finished model has the arguments too, under another name; checkpoints of Accelerate have none of both.
-    of_trainer = "training_args.bin" in names and folder.name.startswith("checkpoint-")
-    if of_trainer and "trainer_state.json" not in names:
-        facts.complete, facts.problem = False, "trainer_state.json, which is written last, is missing"
-    elif resumable and not _has_state(folder):
-        facts.complete, facts.problem = False, "the optimizer's state, which the others have, is missing"
-    elif not (facts.weights or facts.moments) and any(path.is_dir() for path in folder.iterdir()):
-        record.unseen.append(
-            f"`{folder}` keeps its tensors in folders, as FSDP and DeepSpeed do; these are not read"
-        )
-    elif not (facts.weights or facts.moments or record.unseen):
-        facts.complete, facts.problem = False, "it holds neither weights nor an optimizer's state"
-    return facts
-
-
-def _read(file: Path, facts: CheckpointFacts, record: Record, shapes: dict[str, list[int]] | None = None) -> None:
-    if file.suffix == ".safetensors":
-        for name, tensor in open_file(file).items():
-            facts.weights[name] = _format(tensor.dtype)
-        return
-    try:
-        from halfstep.torch.instruments.collect.weights import read_into
-    except ImportError:
-        record.unseen.append(f"`{file}` is read by torch, which is not installed")
-        return
-    if (problem := read_into(file, facts, shapes or {})) is not None:
-        record.unseen.append(f"`{file}` cannot be read without running its code: {problem}")
-
-
-def _format(dtype: str) -> str:
-    return FORMATS.get(dtype, dtype.lower())
 
 
 @dataclass
@@ -155,15 +44,21 @@ class Collected:
         return list(dict.fromkeys(text for record in self.records for text in record.unseen))
 
 
-def collect(target: str, steps: int = 20) -> Collected:
-    """Returns what can be seen of a target."""
+def collect(target: str, steps: int = 20, before: str | None = None) -> Collected:
+    """Returns what can be seen of a target; of files, also what differs from those `before`."""
     path = Path(target)
-    if path.is_dir():
-        return _folder(path)
+    if path.is_dir() or (path.suffix in (".safetensors", *PICKLES) and path.exists()):
+        collected, contents = _of_path(path)
+        if contents is not None:
+            earlier = _contents_before(before) if before is not None else None
+            read_numbers(collected.records[0], contents, earlier, before or "")
+            return collected
+        if before is None:
+            return collected
+    if before is not None:
+        raise TargetError(f"`{target}` holds no tensors to compare with `{before}`", hint="leave out --before")
     if target in recipe_names() or (path.suffix == ".toml" and path.exists()):
         return Collected(runs.of_recipe(target))
-    if path.suffix in (".safetensors", *PICKLES) and path.exists():
-        return Collected([of_file(path)])
     if path.suffix == ".py":
         raise TargetError(
             f"`{target}` is a script: it must run to be audited", hint=f"halfstep audit -- python {target}"
@@ -178,15 +73,32 @@ def collect(target: str, steps: int = 20) -> Collected:
     )
 
 
-def _folder(path: Path) -> Collected:
+def _of_path(path: Path) -> tuple[Collected, Contents | None]:
+    """Returns what a file or a folder says of formats, and its tensors if it holds any."""
+    if path.is_file():
+        record, contents = of_file(path)
+        return Collected([record]), contents
     if is_checkpoint(path) or path.name.endswith((".partial", ".damaged")):
-        return Collected([runs.of_checkpoint(path)])
+        record = runs.of_checkpoint(path)
+        return Collected([record]), runs.contents_of(record)
     if holds_run(path):
         record, findings = runs.of_run(path)
-        return Collected([record], findings)
+        return Collected([record], findings), runs.contents_of(record)
     if inside := step_folders(path):
-        return Collected([Record("checkpoint", checkpoints=[*map(runs.facts_of, inside)])])
-    return Collected([of_folder(path)])
+        record = Record("checkpoint", checkpoints=[*map(runs.facts_of, inside)])
+        return Collected([record]), runs.contents_of(record)
+    record, contents = of_folder(path)
+    return Collected([record]), contents
+
+
+def _contents_before(before: str) -> Contents:
+    path = Path(before)
+    contents = _of_path(path)[1] if path.exists() else None
+    if contents is None or not contents.weights:
+        raise TargetError(
+            f"`{before}` holds no weights to compare with", hint="--before takes a file or a folder of weights"
+        )
+    return contents
 
 
 # Factories

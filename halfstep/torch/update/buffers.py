@@ -94,7 +94,7 @@ class Buffers:
         written = []
         for place, buffer in self._buffers():
             kept, known, version = self._kept.get(place, (None, None, -1))
-            if kept is None or (buffer.shape, buffer.dtype) != (kept.shape, kept.dtype):
+            if kept is None or _form(buffer) != _form(kept):  # new, of another shape, or moved
                 self._kept[place] = buffer.detach().clone(), buffer, buffer._version
             elif known is not buffer or version != buffer._version or _is_uncounted(place):
                 written.append((place, buffer, kept))
@@ -154,6 +154,10 @@ class _NormBuffers:
         """Restores the numbers if `finite` is false."""
         torch.where(finite, torch.cat(self._live), self._copy, out=self._copy)
         torch._foreach_copy_(self._live, list(self._copy.split(self._sizes)))
+
+
+def _form(t: Tensor) -> tuple[Any, ...]:
+    return t.shape, t.dtype, t.device
 
 
 def _is_uncounted(place: Place) -> bool:

@@ -8,20 +8,33 @@ import pytest
 from halfstep.core.audit import record as record_module
 from halfstep.core.audit.engine import Suppression, check, registry
 from halfstep.core.audit.finding import Finding
-from halfstep.core.audit.record import Buffer, Call, CheckpointFacts, Operation, Record, Sync, UpdateCounts, Weight
+from halfstep.core.audit.record import (
+    Buffer,
+    Call,
+    CheckpointFacts,
+    Operation,
+    Record,
+    StoredTensor,
+    Sync,
+    UpdateCounts,
+    Weight,
+)
 from halfstep.core.errors import OptionError
 
 
 def full():
     """A record in which nothing has its default."""
     counts = UpdateCounts(3, 12, 9, 8, 7, 6, 0.5, 2.0, 9, True, False)
+    stored = StoredTensor("a", "moment", "fp32", "norm", "m", 64, 1, 2, 3, 4, 1.0, "bf16", 5, 6, "b", 7, 8)
     return Record(
         source="script",
         framework="jax",
         rank=1,
         updates=20,
         weights=[
-            Weight("a.b", "bf16", False, "matrix", "AdamW", "fp32", {"m": "bf16"}, True, "fp16", "f:1", counts)
+            Weight(
+                "a.b", "bf16", False, "matrix", "AdamW", "fp32", {"m": "bf16"}, True, "fp16", "f:1", counts, "bf16"
+            )
         ],
         buffers=[Buffer("rope", "bf16", "rope")],
         operations=[
@@ -33,7 +46,10 @@ def full():
         logged=[1.0],
         syncs=[Sync("f:5", "cpu", 2.0)],
         checkpoints=[
-            CheckpointFacts("c", 3, {"a": "bf16"}, {"a": "fp32"}, {"a/m": "fp32"}, True, "fp32", False, "torn")
+            CheckpointFacts(
+                *("c", 3, {"a": "bf16"}, {"a": "fp32"}, {"a/m": "fp32"}, True, "fp32", False, "torn"),
+                *([stored], "b", "bfloat16"),
+            )
         ],
         policy="bf16-mixed",
         unseen=["the joint graph"],
@@ -50,7 +66,7 @@ def test_the_full_record_has_a_value_in_every_field():
     kinds = [kind for kind in vars(record_module).values() if isinstance(kind, type) and is_dataclass(kind)]
     record = full()
     parts = [record, *record.weights, record.weights[0].updates, *record.buffers, *record.operations]
-    parts += [*record.calls, *record.syncs, *record.checkpoints]
+    parts += [*record.calls, *record.syncs, *record.checkpoints, *record.checkpoints[0].tensors]
     assert {type(part) for part in parts} == set(kinds)
     for part in parts:
         for field in fields(part):

@@ -87,9 +87,9 @@ def test_a_split_master_is_whole(tmp_path):
 def test_formats_that_drift_are_found_unless_the_policy_changed(tmp_path):
     save(tmp_path, 1)
     save(tmp_path, 2, weight="BF16", moment="BF16")
-    assert rules(collect(str(tmp_path / "checkpoints"))) == ["HS602", "HS603"]
+    assert rules(collect(str(tmp_path / "checkpoints"))) == ["HS104", "HS602", "HS603"]
     save(tmp_path, 3, policy="bf16-true")
-    assert len(check(collect(str(tmp_path / "checkpoints")).records)) == 2
+    assert len(check(collect(str(tmp_path / "checkpoints")).records, select=["HS6"])) == 2
 
 
 def test_what_is_missing_of_a_run_is_said(run):
@@ -173,7 +173,7 @@ def test_what_is_wrong_with_checkpoints_of_a_trainer(tmp_path):
     assert rules(collect(str(tmp_path / "a" / "checkpoint-1"))) == ["HS601"]
     trainer_checkpoint(tmp_path / "b" / "checkpoint-1")
     trainer_checkpoint(tmp_path / "b" / "checkpoint-2", moment=torch.bfloat16)
-    assert rules(collect(str(tmp_path / "b"))) == ["HS603"]
+    assert rules(collect(str(tmp_path / "b"))) == ["HS104", "HS603"]
     trainer_checkpoint(tmp_path / "c" / "checkpoint-1")
     trainer_checkpoint(tmp_path / "c" / "checkpoint-2", whole=False)
     assert rules(collect(str(tmp_path / "c"))) == ["HS605"]
@@ -213,13 +213,26 @@ def test_a_layout_that_is_not_read_is_said_and_not_judged(tmp_path):
 
 
 class Odd:
-    pass
+    """Its file touches another one when it is unpickled."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return open, (self.file, "w")
 
 
 def test_code_in_a_file_is_never_run(tmp_path):
-    torch.save({"odd": Odd()}, tmp_path / "model.pt")
+    touched = tmp_path / "touched"
+    torch.save({"model": nn.Linear(3, 2).state_dict(), "odd": Odd(str(touched))}, tmp_path / "model.pt")
     (record,) = collect(str(tmp_path / "model.pt")).records
-    assert "without running its code" in record.unseen[0]
+    assert record.checkpoints[0].weights == {"weight": "fp32", "bias": "fp32"}
+    torch.save({"odd": Odd(str(touched))}, tmp_path / "model.pt")
+    (record,) = collect(str(tmp_path / "model.pt")).records
+    assert "holds neither weights nor" in record.unseen[0]
+    assert not touched.exists()
+    torch.load(tmp_path / "model.pt", weights_only=False)["odd"].close()
+    assert touched.exists()
 
 
 def test_a_file_of_a_training_loop_is_read(tmp_path):

@@ -683,7 +683,7 @@ def test_the_logits_of_one_chunk_are_gone_when_those_of_the_next_are_made(monkey
 
     monkeypatch.setattr(losses, "_logits", logits)
     x, w = draw(24, 32).bfloat16().requires_grad_(), draw(48, 32).bfloat16().requires_grad_()
-    linear_cross_entropy(x, w, torch.arange(24), chunks=3)
+    linear_cross_entropy(x, w, torch.arange(24, device=x.device), chunks=3)
     assert len(made) == 3
 
 
@@ -691,7 +691,8 @@ def test_the_logits_of_one_chunk_are_gone_when_those_of_the_next_are_made(monkey
 def test_chunks_that_nobody_asked_for_are_those_that_somebody_asks_for(dtype, monkeypatch):
     def passed(chunks):
         x, w = draw(24, 32).to(dtype).requires_grad_(), draw(48, 32).to(dtype).requires_grad_()
-        loss = linear_cross_entropy(x, w, torch.arange(24), chunks=chunks, reduction="sum")
+        targets = torch.arange(24, device=x.device)
+        loss = linear_cross_entropy(x, w, targets, chunks=chunks, reduction="sum")
         return [loss.detach(), *torch.autograd.grad(loss, (x, w))]
 
     asked, chunks, gradients = passed(3), [], losses.linear_gradients

@@ -144,6 +144,69 @@ def check_moments(rule: Rule, record: Record) -> Iterator[Finding]:
             formats = ", ".join(f"{name} in {fmt}" for name, fmt in narrow.items())
             message = f"{weight.optimizer or 'the optimizer'} keeps {formats} for `{weight.name}`"
             yield rule.finding_on_weight(weight, message, "moments=fp32")
+    for facts in record.checkpoints[-1:] if not record.weights else []:
+        for name, fmt in facts.moments.items():
+            if is_narrow(fmt) and fmt not in _BLOCKWISE:
+                weight_name, _, moment = name.rpartition("/")
+                message = f"`{facts.path}` keeps {moment} of `{weight_name}` in {fmt}"
+                yield rule.finding(message, weight_name, place=facts.path, cause=f"moments in {fmt}")
+
+
+@define_rule(
+    "HS106",
+    "steps counted below fp32",
+    "error",
+    shows="The format, and the count where it is known.",
+    what="An optimizer counts its steps in bf16 or fp16.",
+    why="bf16 has every whole number to 256 only, fp16 to 2048: 256 + 1 is 256 again. From there on the "
+    "corrections of Adam's moments, and schedules that read the counter, stand still.",
+    fix="Cast parameters and moments, never the whole state: leave `step` in fp32, as torch makes it.",
+    needs="",
+)
+def check_counters(rule: Rule, record: Record) -> Iterator[Finding]:
+    """Yields one finding per counter, of a live optimizer or in a file."""
+    for weight in record.weights:
+        if is_narrow(weight.counter) and not str(weight.counter).startswith("int"):
+            message = f"{weight.optimizer} counts the steps of `{weight.name}` in {weight.counter}"
+            yield rule.finding_on_weight(weight, message, cause=f"counters in {weight.counter}")
+    for facts in record.checkpoints[-1:]:
+        for each in facts.tensors:
+            if each.role == "step" and is_narrow(each.format):
+                at = f", and is at {each.constant:g}" if each.constant is not None else ""
+                message = f"the counter of `{each.name}` is in {each.format}{at}"
+                yield rule.finding(message, each.name, place=facts.path, cause=f"counters in {each.format}")
+
+
+@define_rule(
+    "HS107",
+    "moments that stand still",
+    "error",
+    shows="The elements of the moment.",
+    what="The second moment of a weight is zero throughout although the first is not; or it did not change "
+    "between two files while the first did.",
+    why="Squares of gradients underflowed, or their updates round away: Adam then divides by its epsilon, or by a "
+    "number that no longer follows the gradients.",
+    fix="Keep moments in fp32 (see HS104).",
+    needs="a file with moments",
+)
+def check_still_moments(rule: Rule, record: Record) -> Iterator[Finding]:
+    """Yields one finding per second moment in the newest file."""
+    for facts in record.checkpoints[-1:]:
+        moments = {(each.name, each.moment): each for each in facts.tensors if each.role == "moment"}
+        for (name, moment), second in moments.items():
+            first = moments.get((name, "exp_avg"))
+            if moment != "exp_avg_sq" or first is None or first.zeros == first.elements:
+                continue
+            underflowed, stands = second.zeros == second.elements, second.changed == 0 and bool(first.changed)
+            if underflowed or stands:
+                what = "is zero throughout" if underflowed else f"is that of `{facts.before}`"
+                yield rule.finding(
+                    f"exp_avg_sq of `{name}` ({second.format}) {what}, and exp_avg is not",
+                    name,
+                    place=facts.path,
+                    cause=f"second moments in {second.format}",
+                    evidence={"elements": second.elements},
+                )
 
 
 @define_rule(

@@ -48,22 +48,22 @@ class Halfstep:
 
 
 def watch() -> None:
-    """Installs the hooks. A process that cannot be watched ends: it would train without an end."""
-    sys.meta_path.append(Halfstep())
+    """Installs the hooks. A process that cannot be watched runs as it would have, and the audit says why."""
+    finder = Halfstep()
+    sys.meta_path.append(finder)
     try:
         from halfstep.torch.instruments.collect.watch import begin
-    except ImportError as error:
-        from halfstep.core.errors import how_to_install
 
-        message = f"{error}; with the pip of {sys.executable}, {how_to_install('torch')}"
-        write("unwatched", message)
-        raise SystemExit(f"halfstep audit cannot watch {sys.executable}: {message}") from None
-    begin(os.environ[FOLDER], int(os.environ[STEPS]))
+        begin(os.environ[FOLDER], int(os.environ[STEPS]))
+    except Exception as error:  # an old Python, an old torch, a package that is missing
+        sys.meta_path.remove(finder)
+        write("unwatched", f"{type(error).__name__}: {error}; its Python is {sys.executable}")
 
 
 def write(kind: str, text: str) -> None:
-    """Leaves a note for the audit."""
-    with open(os.path.join(os.environ[FOLDER], f"{kind}-{os.getpid()}.txt"), "w", encoding="utf-8") as file:
+    """Leaves a note for the audit, unless that is over or the disk is full."""
+    path = os.path.join(os.environ[FOLDER], f"{kind}-{os.getpid()}.txt")
+    with suppress(OSError), open(path, "w", encoding="utf-8") as file:
         file.write(text)
 
 
@@ -73,8 +73,7 @@ def note_first_words() -> None:
 
         def write_first(text: str, stream: Any = stream) -> Any:
             vars(stream).pop("write", None)  # from here on the stream is as it was
-            with suppress(OSError):  # the audit has ended before this process
-                write("words", "")
+            write("words", "")
             return stream.write(text)
 
         stream.write = write_first

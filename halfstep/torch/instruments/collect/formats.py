@@ -28,6 +28,7 @@ from halfstep.core.formats import parse
 from halfstep.core.precision import Precision
 from halfstep.core.torch_functions import LOSSES
 from halfstep.torch.instruments.collect import graphs
+from halfstep.torch.instruments.collect.guard import Guard, describe
 from halfstep.torch.instruments.collect.models import full_name
 from halfstep.torch.instruments.collect.operations import Operations, Where, where_of
 from halfstep.torch.instruments.collect.patches import Patches
@@ -133,10 +134,10 @@ class Formats:
         self.operations, self.gradients = Operations(), Gradients()
         self.models: dict[str, nn.Module] = {}
         self.unseen: dict[str, None] = {}
-        self._hooks = Patches()  # of the few updates that are watched
+        self._hooks = Patches(Guard(self.note))  # of the few updates that are watched
         self._known: dict[int, _Known] = {}  # by id of a module; `models` keeps them alive
         self._local = threading.local()
-        self._mode = ResultMode(self.called)
+        self._mode = ResultMode(self._noting(self.called))
         self.watching = self._finished = self._compiles = False
         self._rounds = self._passes = self._compiled = 0
         self._steps: dict[int, int] = {}
@@ -153,12 +154,12 @@ class Formats:
         """Watches the models for a few updates."""
         self.models = dict(models)
         if not self.watching and not self._rounds:
-            self.watch()
+            self.safely(self.watch)
 
     def after_step(self, skipped: bool) -> None:
         """Watches again after a skipped update, in which an activation may have overflowed."""
         if skipped and not self.watching and self._rounds < ROUNDS:
-            self.watch()
+            self.safely(self.watch)
 
     def watch(self) -> None:
         """Adds every hook."""
@@ -183,14 +184,18 @@ class Formats:
                     is_block = has_inner and isinstance(parent, nn.ModuleList | nn.Sequential)
                     self._known[id(module)] = _Known(where, is_layer, is_block)
         # Of all modules at once: a copy of a model, or its file, has none of ours.
-        hooks.on_undo(register_module_forward_pre_hook(self._enter_module).remove)
-        hooks.on_undo(register_module_forward_hook(self._leave_module, always_call=True).remove)
+        hooks.on_undo(register_module_forward_pre_hook(self._noting(self._enter_module)).remove)
+        leave = self._noting(self._leave_module)
+        hooks.on_undo(register_module_forward_hook(leave, always_call=True).remove)
         for name in LOSSES.split():
-            hooks.wrap(F, name, self._loss)
-        hooks.on_undo(register_optimizer_step_post_hook(self._count_step).remove)
+            hooks.wrap(F, name, partial(self._loss, getattr(F, name)))
+        hooks.on_undo(register_optimizer_step_post_hook(hooks.guard.hook(self._count_step)).remove)
 
     def unwatch(self) -> None:
         """Removes the hooks on modules."""
+        if stack := self._stack():  # a hook has failed to leave its module
+            stack.clear()
+            self._mode.__exit__(None, None, None)
         self._hooks.undo()
         self.watching = False
 
@@ -208,7 +213,22 @@ class Formats:
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 see(*args, **kwargs)
         except Exception as error:  # no error of an audit may reach the script
-            self.unseen[f"some operations: {type(error).__name__}: {str(error).splitlines()[0][:200]}"] = None
+            self.note(describe(error))
+
+    def _noting(self, hook: Callable[..., None]) -> Callable[..., None]:
+        """Returns a hook whose errors are noted; the hooks after it still leave what it has entered."""
+
+        def noting(*args: Any, **kwargs: Any) -> None:
+            try:
+                hook(*args, **kwargs)
+            except Exception as error:
+                self.note(describe(error))
+
+        return noting
+
+    def note(self, failure: str) -> None:
+        """Notes that the audit itself has failed to see something."""
+        self.unseen[f"some operations: {failure}"] = None
 
     def _stack(self) -> list[tuple[Where, int]]:
         if not hasattr(self._local, "stack"):
@@ -256,10 +276,10 @@ class Formats:
         autocast = torch.is_autocast_enabled(out.device.type)
         self.safely(self.operations.see, function, (args, kwargs), result, where, place, autocast=autocast)
 
-    def _loss(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def _loss(self, function: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         if not self._stack() and torch.is_grad_enabled():  # else the mode has seen it
-            self._see(original, args, kwargs, result, Where())
+            self._see(function, args, kwargs, result, Where())
         return result
 
     def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:

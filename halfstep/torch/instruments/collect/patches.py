@@ -7,13 +7,16 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
+from halfstep.torch.instruments.collect.guard import Guard
+
 Around = Callable[..., Any]
 
 
 class Patches:
     """What was replaced, and by whom: `undo` puts everything back, the last first."""
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Guard | None = None) -> None:
+        self.guard = guard or Guard()
         self._undo: list[Callable[[], None]] = []
         self._running: set[Around] = set()
 
@@ -28,13 +31,13 @@ class Patches:
 
         @wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or around in self._running:
+            if torch.compiler.is_compiling() or around in self._running or self.guard.failure is not None:
                 return original(*args, **kwargs)
             if not outermost:
-                return around(original, *args, **kwargs)
+                return self.guard.call(around, original, args, kwargs)
             self._running.add(around)
             try:
-                return around(original, *args, **kwargs)
+                return self.guard.call(around, original, args, kwargs)
             finally:
                 self._running.discard(around)
 

@@ -137,7 +137,7 @@ class SystemHooks:
         """Counts per update how often a line of the user's waits for a tensor."""
         log = self.log
         if not log.library_depth and not (name in MOVES and tensor.device.type == "cpu"):
-            frame = sys._getframe(2)  # beyond this one and the wrapper
+            frame = sys._getframe(3)  # beyond this one, the guard and the wrapper
             if not is_library(frame.f_code.co_filename):
                 counts = log.syncs.setdefault((name_of(frame), name.strip("_")), [])
                 counts += [0] * (log.updates + 1 - len(counts))

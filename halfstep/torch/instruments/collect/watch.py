@@ -4,7 +4,8 @@
         train()
     record = watch.record()
 
-No number of the script changes. Outside the `with` block nothing of it is left in torch.
+No number of the script changes. Outside the `with` block nothing of it is left in torch. An error in a hook ends
+the watching, not the script (guard.py); the record says so.
 
 **A process of a script** (`begin`) writes its record to a folder, and ends the script after its updates.
 The record is written at the end, and before it after 1, 2, 4, 8 ... updates, so that a process that is killed, or
@@ -20,6 +21,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from halfstep.core.audit.record import Record
 from halfstep.core.errors import FactoryError
 from halfstep.torch.instruments.collect import loop_hooks, system_hooks
 from halfstep.torch.instruments.collect.formats import Formats
+from halfstep.torch.instruments.collect.guard import Guard
 from halfstep.torch.instruments.collect.log import TrainingLog
 from halfstep.torch.instruments.collect.patches import Patches
 from halfstep.torch.instruments.collect.weights import buffers_of, weights_of
@@ -47,13 +50,18 @@ class Watch:
 
     def __init__(self, *, formats: bool = True, **settings: Any):
         self.log = TrainingLog(Formats() if formats else None, **settings)
-        self.patches = Patches()
+        self.guard = Guard()
+        self.patches = Patches(self.guard)
 
     def __enter__(self) -> "Watch":
-        if self.log.formats is not None:
-            self.log.formats.install(self.patches)
-        for hooks in (loop_hooks, system_hooks):
-            hooks.install(self.log, self.patches)
+        try:
+            if self.log.formats is not None:
+                self.log.formats.install(self.patches)
+            for hooks in (loop_hooks, system_hooks):
+                hooks.install(self.log, self.patches)
+        except Exception as error:
+            self.patches.undo()
+            self.guard.fail(error)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -61,7 +69,10 @@ class Watch:
 
     def record(self) -> Record:
         """Returns everything logged so far."""
-        return self.log.record()
+        record = self.log.record()
+        if self.guard.failure is not None:
+            record.unseen.append(f"what came after update {record.updates}: {self.guard.failure}")
+        return record
 
 
 def record_of(
@@ -100,6 +111,7 @@ class Process:
     def __init__(self, folder: str, steps: int):
         self.folder, self.ended = Path(folder), 0
         self.watch = Watch(steps=steps, end=self.end, on_update=self.on_update)
+        self.watch.guard.on_failure = self.note_failure
 
     def on_update(self, updates: int) -> None:
         """Writes the record after 1, 2, 4, 8 ... updates."""
@@ -107,7 +119,18 @@ class Process:
             self.write()
 
     def write(self) -> None:
-        """Writes the record of everything logged so far."""
+        """Writes the record of everything logged so far; of an error only its note."""
+        try:
+            self._write()
+        except Exception as error:  # on a full disk, for one
+            self.watch.guard.fail(error)
+
+    def note_failure(self, failure: str) -> None:
+        """Notes that the watching has ended; the script goes on without it."""
+        with suppress(OSError):
+            (self.folder / f"unwatched-{os.getpid()}.txt").write_text(failure, encoding="utf-8")
+
+    def _write(self) -> None:
         if not self.folder.is_dir():  # the audit is over, and this process is not
             return
         record = self.watch.record()

@@ -1,16 +1,13 @@
 """The parameters and buffers of a model, and what optimizers hold of them, as an audit records them."""
 
-import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from halfstep.core.audit.record import Buffer, CheckpointFacts, Weight, buffer_kind, weight_kind
-from halfstep.core.errors import StateError
+from halfstep.core.audit.record import Buffer, Weight, buffer_kind, weight_kind
 from halfstep.torch.instruments.collect.tensors import belongs_to_halfstep, format_name, is_split
 from halfstep.torch.instruments.collect.updates import UpdateWatch
 
@@ -42,6 +39,7 @@ def weights_of(
                 optimizer=type(optimizer).__name__ if optimizer else None,
                 master="fp32" if is_split(p) else apart,
                 moments=_moment_formats(optimizer, stepped),
+                counter=_counter_format(optimizer, stepped),
                 grad_format=None if p.grad is None else format_name(p.grad.dtype),
                 updates=watch.counts(stepped) if watch else None,
                 stochastic=optimizer is not None and _keeps_small_updates(optimizer, group, stepped),
@@ -99,60 +97,13 @@ def _moment_formats(optimizer: torch.optim.Optimizer | None, parameter: Tensor) 
     }
 
 
+def _counter_format(optimizer: torch.optim.Optimizer | None, parameter: Tensor) -> str | None:
+    step = optimizer.state.get(parameter, {}).get("step") if optimizer else None
+    return format_name(step.dtype) if isinstance(step, Tensor) else None
+
+
 def moments_of(held: Any) -> Iterator[tuple[str, Tensor]]:
     """Yields the moments in what an optimizer, or its saved state, holds of one parameter."""
     for key, value in held.items() if isinstance(held, Mapping) else ():
         if isinstance(value, Tensor) and value.ndim and value.is_floating_point():
             yield str(key), value
-
-
-# Files
-
-_SCALER = {"scale", "growth_factor", "growth_interval"}  # of GradScaler's state
-_MODELS = ("state_dict", "model", "module", "model_state_dict")
-_OPTIMIZERS = ("optimizer", "optimizer_states", "optimizer_state_dict", "optimizers")
-
-
-def read_into(file: Path, facts: CheckpointFacts, shapes: Mapping[str, list[int]]) -> str | None:
-    """Adds what a file holds to a checkpoint's facts; returns why it could not be read, if so.
-
-    `shapes` are those of known weights: torch numbers moments, and each goes to the next weight of its shape.
-    """
-    try:
-        content = torch.load(file, map_location="meta", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        return str(error).partition("\n")[0]
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise StateError(f"`{file}` is torn or damaged: {str(error).partition(chr(10))[0]}") from None
-    known = dict(shapes)
-    _add(content, facts, known)
-    return None
-
-
-def _add(content: Any, facts: CheckpointFacts, shapes: dict[str, list[int]]) -> None:
-    if not isinstance(content, Mapping):
-        return
-    if content.keys() >= _SCALER:
-        facts.scaler = True
-    elif "state" in content and "param_groups" in content:
-        _add_moments(content["state"], facts, shapes)
-    elif content and all(isinstance(value, Tensor) for value in content.values()):
-        for name, value in content.items():
-            if value.is_floating_point():
-                facts.weights[str(name)], shapes[str(name)] = format_name(value.dtype), list(value.shape)
-    else:
-        for key, value in sorted(content.items(), key=lambda item: item[0] in _OPTIMIZERS):  # weights first
-            if key in _MODELS or key in _OPTIMIZERS or "scaler" in str(key):
-                for each in value if isinstance(value, list | tuple) else [value]:
-                    _add(each, facts, shapes)
-
-
-def _add_moments(state: Any, facts: CheckpointFacts, shapes: dict[str, list[int]]) -> None:
-    left = {name: list(shape) for name, shape in shapes.items()}
-    for index, held in state.items() if isinstance(state, Mapping) else ():
-        moments = dict(moments_of(held))
-        shape = next((list(value.shape) for value in moments.values()), None)
-        fitting = next((n for n, s in left.items() if s == shape), str(index))
-        name = index if isinstance(index, str) else fitting
-        left.pop(name, None)
-        facts.moments |= {f"{name}/{key}": format_name(value.dtype) for key, value in moments.items()}
