@@ -20,6 +20,7 @@ import os
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except OSError as error:
         raise StateError(f"`{path}` cannot be read: {error.strerror or error}") from None
     try:
-        entries = deserialize(content)  # type: ignore[no-untyped-call]
+        # In another order each time: ranks would then gather the state of an optimizer in different orders.
+        entries = sorted(deserialize(content), key=itemgetter(0))  # type: ignore[no-untyped-call]
         (length,) = struct.unpack_from("<Q", content)
         metadata = parse_json(content[8 : 8 + length]).get("__metadata__", {})
     except (SafetensorError, ValueError, struct.error) as error:

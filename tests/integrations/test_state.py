@@ -158,3 +158,16 @@ def test_a_state_in_a_form_of_its_own_is_refused_by_name(tmp_path):
     with refuses(state.StateError, "`optimizer.0.embed.weight.exp_avg` is of the class Packed", "moments=bf16"):
         state.save(run, tmp_path / state.NAME)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_state_of_an_optimizer_has_the_same_order_after_every_load(tmp_path):
+    """Ranks gather it key by key; the library that reads the file gives its tensors in another order each time."""
+    run, path = prepared(name="NAdam"), tmp_path / state.NAME
+    train(run, [1])
+    state.save(run, path)
+    orders = set()
+    for _ in range(8):
+        again = prepared(name="NAdam")
+        state.load(again, path)
+        orders.add(str([[*held] for held in again.optimizers[0].state.values()]))
+    assert len(orders) == 1
