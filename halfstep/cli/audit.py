@@ -4,7 +4,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from halfstep.tools.audit.targets import Collected
 
 STEPS = 20
+Channel = Literal["text", "json", "sarif", "github", "junit"]
 Ids = Annotated[tuple[str, ...], Parameter(negative="", show_default=False)]
 
 
@@ -29,6 +30,8 @@ def audit(
     accept: Path | None = None,
     fix_policy: Path | None = None,
     rules: Flag = False,
+    explain: str | None = None,
+    channel: Annotated[Channel, Parameter(name="--format")] = "text",
     json: Json = False,
 ) -> int:
     """Find what is wrong with the precision of a training: your own script, a run, a checkpoint, a model.
@@ -53,17 +56,26 @@ def audit(
         An older file or folder of the same model: then it is known what training changed.
     accept
         A file of findings that are accepted, each with its reason; by default halfstep-audit.toml, if it is here.
+        Or what `--json` printed earlier: then only new findings fail.
     fix_policy
         Write a policy with the rules that cure what rules can cure, for `halfstep train --policy FILE`.
     rules
         List all rules.
+    explain
+        Say what a rule is, what it costs and what to do.
+    channel
+        Where the findings go: to people, to programs, to code scanning (SARIF 2.1.0), to annotations of GitHub's
+        workflows, or to a test report. `--json` is short for `--format json`.
     """
+    if json and channel not in ("text", "json"):
+        raise OptionError(f"--json and --format {channel} name two formats", hint="leave one of them out")
+    channel = "json" if json else channel
     from halfstep.core.audit.engine import check, check_each, chosen_rules, group
     from halfstep.tools.audit.settings import read_accepted
 
     select, ignore = _split(select), _split(ignore)
-    if rules:
-        return _print_rules(select, ignore, json=json)
+    if rules or explain is not None:
+        return _print_rules((explain,) if explain else select, ignore, json=channel == "json", whole=bool(explain))
     if not target:
         raise TargetError(
             "`halfstep audit` needs a target",
@@ -76,7 +88,7 @@ def audit(
         )
     accepted = read_accepted(accept)
     check([], select, ignore, accepted)  # a typo is refused before a script runs
-    collected, code = _collect(target, steps, before, json=json)
+    collected, code = _collect(target, steps, before, apart=channel != "text")
     every = check_each(collected.records, select, ignore)
     chosen = chosen_rules(select, ignore)
     # What a run counted by itself while it trained stands in place of what formats alone make likely.
@@ -86,18 +98,10 @@ def audit(
     every = [*{each.key: each for each in [*own, *seen]}.values()]
     judged = [each for each in every if any(rule.covers(each) for rule in accepted)]
     found, judged = group(each for each in every if each not in judged), group(judged)
-    if json:
-        data = {
-            "target": list(target),
-            "findings": [each.to_dict() for each in found],
-            "accepted": len(judged),
-            "unseen": collected.unseen,
-            "updates": max((record.updates for record in collected.records), default=0),
-            "complete": code == 0,
-        }
-        print_json(data)
-    else:
+    if channel == "text":
         _print(target, collected, found, len(judged))
+    else:
+        _print_for_machines(channel, target, collected, found, len(judged), complete=code == 0)
     if fix_policy is not None:
         _write_policy(fix_policy, collected, found)
     return 1 if any(each.severity != "note" for each in found) else code
@@ -108,7 +112,7 @@ def _split(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _collect(
-    target: Sequence[str], steps: int | None, before: str | None, *, json: bool
+    target: Sequence[str], steps: int | None, before: str | None, *, apart: bool
 ) -> "tuple[Collected, int]":
     """Returns what was seen, and 2 if a script could not be watched."""
     from halfstep.tools.audit.targets import Collected, collect
@@ -126,9 +130,9 @@ def _collect(
     if before is not None:
         raise OptionError(f"--before {before} is about files, and a command runs", hint="leave it out")
     print_words(f"watching {steps or STEPS} updates of `{shlex.join(target)}`")
-    # What the script prints must not be among our JSON. From its first words on, it speaks for itself.
+    # What the script prints must not be among our data. From its first words on, it speaks for itself.
     outcome = script.run(
-        target, steps or STEPS, stdout=STDERR if json else None, on_words=rest, on_failure=_tell_failure
+        target, steps or STEPS, stdout=STDERR if apart else None, on_words=rest, on_failure=_tell_failure
     )
     collected = Collected([*outcome.records])
     print_words(*(line for note in outcome.notes for line in note.splitlines()))
@@ -138,6 +142,39 @@ def _collect(
 
 def _tell_failure(failure: str) -> None:
     print_words(f"the audit itself failed: {failure}", "the script goes on to its own end, unwatched")
+
+
+def _print_for_machines(
+    channel: Channel,
+    target: Sequence[str],
+    collected: "Collected",
+    found: "list[Finding]",
+    accepted: int,
+    *,
+    complete: bool,
+) -> None:
+    from halfstep.tools.audit.channels import github, junit, sarif
+    from halfstep.tools.audit.fixes import edit_of
+
+    if channel == "sarif":
+        print_json(sarif(found, complete=complete, unseen=collected.unseen))
+    elif channel == "github":
+        print(*github(found), sep="\n", end="\n" if found else "")
+    elif channel == "junit":
+        print(junit(found, " ".join(target)))
+    else:
+        edits = [edit_of(each) for each in found]
+        data = {
+            "target": list(target),
+            "findings": [
+                each.to_dict() | {"edit": edit and edit.to_dict()} for each, edit in zip(found, edits, strict=True)
+            ],
+            "accepted": accepted,
+            "unseen": collected.unseen,
+            "updates": max((record.updates for record in collected.records), default=0),
+            "complete": complete,
+        }
+        print_json(data)
 
 
 def _print(target: Sequence[str], collected: "Collected", found: "list[Finding]", accepted: int) -> None:
@@ -168,13 +205,19 @@ def _print(target: Sequence[str], collected: "Collected", found: "list[Finding]"
     print_words(f"{' '.join(target)}: {said}{watched}")
 
 
-def _print_rules(select: Sequence[str], ignore: Sequence[str], *, json: bool) -> int:
+def _print_rules(select: Sequence[str], ignore: Sequence[str], *, json: bool, whole: bool = False) -> int:
     from halfstep.core.audit.engine import chosen_rules, registry
 
     chosen = [registry()[id] for id in chosen_rules(select, ignore)]
     if json:
         keys = ("id", "name", "severity", "what", "why", "fix", "page")
         print_json([{key: getattr(rule, key) for key in keys} for rule in chosen])
+    elif whole:
+        for rule in chosen:
+            print(f"{rule.id} {rule.severity}: {rule.name}")
+            words = {"what": rule.what, "why": rule.why, "evidence": rule.shows, "fix": rule.fix}
+            print(*(f"  {key}: {text}" for key, text in words.items()), sep="\n")
+            print(f"  seen in: {rule.needs or 'anything'}\n  see {rule.page}")
     else:
         print_table(("id", "severity", "rule", "what"), [(r.id, r.severity, r.name, r.what) for r in chosen])
     return 0

@@ -21,7 +21,9 @@ OperationKind = Literal[
 ]
 CallKind = Literal[
     "scale", "unscale", "clip", "step", "update", "zero", "schedule", "backward", "autocast", "reduce", "load",
+    "replace",
 ]  # fmt: skip
+BY_HAND = "the script"  # the target of a `scale` call that no loss scaler makes
 
 
 @dataclass(slots=True)
@@ -72,6 +74,17 @@ class Weight:
     def stepped(self) -> str:
         """The format that the optimizer adds its updates to."""
         return self.master or self.format
+
+
+@dataclass(slots=True)
+class Average:
+    """A narrow tensor beside a weight that is written to in every update, such as an EMA."""
+
+    name: str  # of the weight
+    format: str
+    writes: int = 0
+    behind: int = 0  # elements that are not the weight, rounded
+    still: int = 0  # of those: none of the writes has ever changed the stored value
 
 
 @dataclass(slots=True)
@@ -179,6 +192,7 @@ class Record:
     updates: int = 0  # how many were watched
     weights: list[Weight] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
+    averages: list[Average] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     switches: dict[str, str | float | bool | None] = field(default_factory=dict)

@@ -5,15 +5,18 @@
 rule = "HS101"
 names = ["embed.*"]         # globs of tensors, modules or files; without them, all
 reason = "a study of pure bf16"
+
+What `halfstep audit --json` printed earlier is such a file, too: it accepts the findings that were known then.
 """
 
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from glob import escape
 from pathlib import Path
 
 from halfstep.config.load import parse_toml
-from halfstep.config.reading import MOST_SETTINGS, read_bytes
+from halfstep.config.reading import MOST_SETTINGS, MOST_TABLE, parse_json, read_bytes
 from halfstep.config.schema import build
 from halfstep.core.audit.engine import Suppression
 from halfstep.core.audit.finding import Finding
@@ -46,12 +49,14 @@ def read_accepted(file: Path | None) -> list[Suppression]:
             return []
         file = Path(ACCEPTED)
     try:
-        text = read_bytes(file, MOST_SETTINGS).decode("utf-8")
+        text = read_bytes(file, MOST_TABLE if file.suffix == ".json" else MOST_SETTINGS).decode("utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigFileError(
             f"`{file}` cannot be read: {reason}", hint="name a TOML file with --accept"
         ) from None
+    if file.suffix == ".json":
+        return _known_before(text, file)
     try:
         entries = build(_File, parse_toml(text, str(file))).accept
         for each in entries:
@@ -60,6 +65,27 @@ def read_accepted(file: Path | None) -> list[Suppression]:
     except ConfigError as error:
         raise ConfigFileError(f"{file}: {error.message}", hint=error.hint) from None
     return [Suppression(each.rule.upper(), each.reason, each.names) for each in entries]
+
+
+def _known_before(text: str, file: Path) -> list[Suppression]:
+    """Returns what an earlier audit found, as accepted. The same finding may be at another line by now."""
+    try:
+        found = [Finding.from_dict(each) for each in parse_json(text)["findings"]]
+    except (ValueError, TypeError, KeyError):
+        raise ConfigFileError(
+            f"`{file}` is not what `halfstep audit --json` prints",
+            hint=f"halfstep audit --json TARGET > {file}, or name a TOML file",
+        ) from None
+    reason = f"it was known in {file}"
+    return [
+        Suppression(each.rule, reason, tuple(escape(name) for name in each.where) or _same_file(each.place))
+        for each in found
+    ]
+
+
+def _same_file(place: str | None) -> tuple[str, ...]:
+    path, _, line = (place or "").rpartition(":")
+    return (f"{escape(path)}:*",) if path and line.isdigit() else (escape(place or ""),)
 
 
 def fixing_policy(records: Sequence[Record], findings: Iterable[Finding]) -> tuple[Policy | None, list[str]]:

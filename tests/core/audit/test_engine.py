@@ -9,6 +9,7 @@ from halfstep.core.audit import record as record_module
 from halfstep.core.audit.engine import Suppression, check, registry
 from halfstep.core.audit.finding import Finding
 from halfstep.core.audit.record import (
+    Average,
     Buffer,
     Call,
     CheckpointFacts,
@@ -37,6 +38,7 @@ def full():
             )
         ],
         buffers=[Buffer("rope", "bf16", "rope")],
+        averages=[Average("a", "bf16", 5, 30, 20)],
         operations=[
             Operation("n", "norm", ["bf16"], ["fp32"], "fp32", 2, 1.5, 3, 4, "f:3", True, True, 9, "rsqrt", 5)
         ],
@@ -67,6 +69,7 @@ def test_the_full_record_has_a_value_in_every_field():
     record = full()
     parts = [record, *record.weights, record.weights[0].updates, *record.buffers, *record.operations]
     parts += [*record.calls, *record.syncs, *record.checkpoints, *record.checkpoints[0].tensors]
+    parts += record.averages
     assert {type(part) for part in parts} == set(kinds)
     for part in parts:
         for field in fields(part):

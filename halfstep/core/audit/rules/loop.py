@@ -90,3 +90,45 @@ def check_nonfinite(rule: Rule, record: Record) -> Iterator[Finding]:
             place=first.place,
             evidence={"tensors": first.numbers["nonfinite"], "update": first.update + 1, "steps": len(steps)},
         )
+
+
+@define_rule(
+    "HS504",
+    "NaN replaced by numbers",
+    "error",
+    shows="What was not finite, and in how many updates.",
+    what="The script replaces NaN and infinities in the loss or in gradients, as `torch.nan_to_num` does, and "
+    "steps.",
+    why="A NaN says that something overflowed. Where it becomes 0, or the largest number there is, the update "
+    "is made of what is left: wrong in size and direction, and no curve shows it. A loss scaler never sees "
+    "the overflow.",
+    fix="Skip such an update (`torch.amp.GradScaler` and `prepare` do), and find the first operation that "
+    "overflows (HS409, HS503).",
+)
+def check_replaced(rule: Rule, record: Record) -> Iterator[Finding]:
+    """Yields one finding for losses and one for gradients; a warning if nothing has been replaced yet."""
+    losses = record.calls_of("replace")
+    if losses:
+        bad = [call for call in losses if call.numbers.get("nonfinite")]
+        yield rule.finding(
+            f"NaN and infinities in the loss are replaced: {len(bad)} of {len(losses)} losses were not finite",
+            place=(bad or losses)[0].place,
+            severity=None if bad else "warning",
+            evidence={"losses": len(bad), "of": len(losses)},
+        )
+    waiting: dict[str | None, float] = {}  # by optimizer: gradients that were not finite after the last pass
+    found = []
+    for call in record.calls:
+        if call.what == "backward":
+            waiting[call.target] = call.numbers.get("nonfinite", 0.0)
+        elif call.what == "zero":
+            waiting.pop(call.target, None)
+        elif call.what == "step" and waiting.pop(call.target, 0.0):
+            found += [] if call.skipped or call.numbers.get("nonfinite") else [call]
+    if found:
+        yield rule.finding(
+            f"gradients were not finite after the backward pass, and {found[0].target} stepped with finite "
+            f"ones, in {len(found)} updates",
+            place=found[0].place,
+            evidence={"updates": len(found)},
+        )

@@ -1,10 +1,10 @@
 """HS2xx: the loss scale."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from halfstep.core.audit.finding import Finding, Rule, define_rule
-from halfstep.core.audit.record import Call, CallKind, Record, group_calls
+from halfstep.core.audit.record import BY_HAND, Call, CallKind, Record, group_calls, is_narrow
 
 
 @define_rule(
@@ -24,7 +24,7 @@ def check_scaler_with_bf16(rule: Rule, record: Record) -> Iterator[Finding]:
     if "fp16" in used or "bf16" not in used:
         return
     skipped = sum(call.skipped for call in record.calls_of("step"))
-    for scaler, calls in group_calls(record.calls_of("scale"), "target").items():
+    for scaler, calls in _scalers(record).items():
         yield rule.finding(
             f"{scaler} scales losses that are computed in bf16",
             place=calls[0].place,
@@ -51,6 +51,38 @@ def check_clipping(rule: Rule, record: Record) -> Iterator[Finding]:
             place=place,
             evidence={"clips": len(calls), "scale": scale, "norm": call.numbers.get("norm", 0.0)},
         )
+    yield from _clips_by_hand(rule, record)
+
+
+def _clips_by_hand(rule: Rule, record: Record) -> Iterator[Finding]:
+    """Yields a finding per optimizer whose gradients the script limits by itself before they are unscaled.
+
+    It divides them by a number that changes, and what is left has the same norm, or the same largest number, in
+    every update. What is divided by a number of tokens has not.
+    """
+    scales = [call.numbers["scale"] for call in record.calls_of("scale") if "scale" in call.numbers]
+    for optimizer, calls in group_calls(record.calls_of("unscale"), "target").items():
+        its = [call.numbers for call in calls if 1 + _ROUNDING < call.numbers.get("divided", 1.0) < float("inf")]
+        factors, sizes = [each["divided"] for each in its], [(each["norm"], each["largest"]) for each in its]
+        same = any(_spread(column) < _ROUNDING for column in zip(*sizes, strict=True))
+        if len(its) > 1 and same and _spread(factors) > _ROUNDING:
+            yield rule.finding(
+                f"the script limits the gradients of {optimizer} by itself, to a norm of {its[0]['norm']:.3g}, "
+                "before they are unscaled",
+                place=calls[0].place,
+                evidence={"clips": len(its), "scale": scales[-1] if scales else 1.0, "norm": its[0]["norm"]},
+            )
+
+
+def _spread(values: Iterable[float]) -> float:
+    known = [*values]
+    return max(known) / max(min(known), 1e-300) - 1
+
+
+_FIX_BY_HAND = (
+    "Divide every gradient by the scale after the backward pass, before clipping and the step: "
+    "`p.grad.div_(scale)`; or let a `torch.amp.GradScaler` scale and unscale."
+)
 
 
 @define_rule(
@@ -67,10 +99,12 @@ def check_unscaling(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields one finding per line that steps so."""
     for place, calls in _calls_on_scaled_gradients(record, "step").items():
         call, scale = calls[0]
+        by_hand = any(each.target == BY_HAND for each in record.calls_of("scale"))
         yield rule.finding(
             f"{call.target} steps with gradients of {scale:g} times their size",
             place=place,
             evidence={"steps": len(calls), "scale": scale},
+            fix=_FIX_BY_HAND if by_hand else None,
         )
 
 
@@ -122,7 +156,7 @@ def check_updates_between(rule: Rule, record: Record) -> Iterator[Finding]:
 def check_scale_updates(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields one finding per scaler."""
     updated = {call.target for call in record.calls_of("update")}
-    for scaler, calls in group_calls(record.calls_of("scale"), "target").items():
+    for scaler, calls in _scalers(record).items():
         updates = len({call.update for call in calls})
         if updates > 1 and scaler not in updated:
             yield rule.finding(
@@ -214,6 +248,11 @@ def check_autocast_region(rule: Rule, record: Record) -> Iterator[Finding]:
             )
 
 
+def _scalers(record: Record) -> dict[str | None, list[Call]]:
+    """Returns what each loss scaler has scaled; what the script itself multiplies is left out."""
+    return group_calls([call for call in record.calls_of("scale") if call.target != BY_HAND], "target")
+
+
 # A scale is a power of two; gradients that the script divided by it differ from it by rounding alone.
 _ROUNDING = 0.01
 
@@ -225,13 +264,23 @@ def _calls_on_scaled_gradients(record: Record, what: CallKind) -> dict[str | Non
     """
     scale, found = 1.0, dict[str | None, list[tuple[Call, float]]]()
     unclear: dict[str | None, list[tuple[Call, float]]] = {}
+    narrow, by_hand = _computes_narrow(record), False
     for call in record.calls:
         if call.what == "scale":
-            scale = call.numbers.get("scale", scale)
+            by_hand = call.target == BY_HAND
+            scale = call.numbers.get("scale", scale) if narrow or not by_hand else 1.0
         elif call.what == what and call.numbers.get("scaled") and scale != 1.0 and call.update < record.updates:
             divided = call.numbers.get("divided", 1.0)
             if divided != divided or call.numbers.get("nonfinite"):
                 unclear.setdefault(call.place, []).append((call, scale))
+            elif by_hand and divided > 1 + _ROUNDING:  # by more than the scale, or by a part that comes later
+                continue
             elif abs(divided / scale - 1) > _ROUNDING:  # else the script has unscaled them by hand
                 found.setdefault(call.place, []).append((call, scale))
     return {place: calls + unclear.get(place, []) for place, calls in found.items()}
+
+
+def _computes_narrow(record: Record) -> bool:
+    """Whether anything is computed below fp32: otherwise a factor of the loss is no loss scale."""
+    formats = {call.format for call in record.calls_of("autocast")} | {each.format for each in record.weights}
+    return any(is_narrow(fmt) for fmt in formats)

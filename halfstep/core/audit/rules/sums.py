@@ -28,16 +28,15 @@ def check_accumulation(rule: Rule, record: Record) -> Iterator[Finding]:
                 message = f"{op.function} sums gradients in {op.inside}"
             yield rule.finding_on_operation(op, message, evidence={"passes": op.count})
     passes = [call for call in record.calls_of("backward") if call.numbers.get("micro", 1) > 1]
-    for optimizer, its in group_calls(passes, "target").items():
-        kind = (optimizer or "").split(" ")[0]
-        narrow = [w for w in record.weights if w.optimizer == kind and is_narrow(w.grad_format)]
+    for its in group_calls(passes, "target").values():
+        narrow = [call for call in its if is_narrow(call.format)]
         if narrow:
-            most = max(call.numbers["micro"] for call in its)
+            most, tensors = (max(call.numbers.get(key, 0.0) for call in narrow) for key in ("micro", "narrow"))
             yield rule.finding(
-                f"gradients of {most:.0f} backward passes are summed in {narrow[0].grad_format}, for "
-                f"{len(narrow)} tensors",
-                place=its[0].place,
-                evidence={"passes": most, "tensors": len(narrow)},
+                f"gradients of {most:.0f} backward passes are summed in {narrow[0].format}, for {tensors:.0f} "
+                "tensors",
+                place=narrow[0].place,
+                evidence={"passes": most, "tensors": tensors},
             )
 
 

@@ -152,6 +152,33 @@ def check_moments(rule: Rule, record: Record) -> Iterator[Finding]:
                 yield rule.finding(message, weight_name, place=facts.path, cause=f"moments in {fmt}")
 
 
+_FEW = 16  # elements that show nothing
+
+
+@define_rule(
+    "HS108",
+    "average that never moves",
+    "error",
+    shows="The writes, the elements that are not the weight, and how many of those never changed.",
+    what="An average of weights, such as an EMA, is kept in bf16 or fp16: it is written to and does not change.",
+    why="An EMA moves by a thousandth of its distance to the weight, far below half of the last bit of bf16: it "
+    "stays what it was at the start, and the model that is sampled from or saved was never trained.",
+    fix="Keep the average in fp32, and cast a copy of it for use.",
+)
+def check_averages(rule: Rule, record: Record) -> Iterator[Finding]:
+    """Yields one finding per average most of which stood still."""
+    for each in record.averages:
+        if each.behind >= _FEW and 2 * each.still > each.behind:
+            share = each.still / each.behind
+            yield rule.finding(
+                f"the average of `{each.name}` in {each.format} was written {each.writes} times, and "
+                f"{share:.1%} of what differs from the weight never changed",
+                each.name,
+                cause=f"averages in {each.format}",
+                evidence={"writes": each.writes, "differ": each.behind, "still": each.still, "share": share},
+            )
+
+
 @define_rule(
     "HS106",
     "steps counted below fp32",

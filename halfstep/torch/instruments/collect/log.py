@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.core.audit.record import Call, CheckpointFacts, Record, Sync, Weight, finite_or_none
+from halfstep.torch.instruments.collect.averages import WRITES, AverageWatch
 from halfstep.torch.instruments.collect.formats import Formats
 from halfstep.torch.instruments.collect.graphs import graphs_compiled
 from halfstep.torch.instruments.collect.models import (
@@ -88,13 +89,16 @@ class TrainingLog:
         self.scalers: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self.models: dict[str, nn.Module] = {}
         self.names: dict[int, str] = {}
-        self.lost_updates = UpdateWatch()
+        self.lost_updates, self.averages = UpdateWatch(), AverageWatch()
+        # Of optimizers that step copies of weights: the weights themselves, in whose gradients passes are summed.
+        self.copied: weakref.WeakKeyDictionary[Optimizer, list[Tensor]] = weakref.WeakKeyDictionary()
         self.trainer: Any = None  # of transformers
         self.saves: list[CheckpointFacts] = []
         self.syncs: dict[tuple[str, str], list[int]] = {}  # how many in each update, by place and kind
         self.unseen: dict[str, None] = {}  # in order, each once
         self.regions = 0  # autocast regions entered so far
         self.scaled_losses = 0  # scaled losses that have had no backward pass yet
+        self.in_backward = False
         self.scaler_steps = 0  # calls of GradScaler.step that are running
         self.library_depth = 0  # nested calls of torch that are running: what they do is not the user's doing
         self._later: list[tuple[Tensor, Callable[[Tensor], None]]] = []
@@ -171,8 +175,9 @@ class TrainingLog:
             alone = len(unnamed) == len(params_of(optimizer))
             if unnamed and alone and (model := copied_model(unnamed)) is not None:
                 self.models[type(model).__name__ if self.models else ""] = model
-                trained = [name for name, p in model.named_parameters() if p.requires_grad]
+                trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
                 self.names |= {id(p): name for p, name in zip(unnamed, trained, strict=True)}
+                self.copied[optimizer] = [*trained.values()]
             else:
                 self.names |= {id(p): f"{tracked.name}.{i}" for i, p in enumerate(unnamed)}
         if self.formats is not None:
@@ -213,10 +218,29 @@ class TrainingLog:
         tracked.version = version_of(optimizer)
         self._stepped.add(optimizer)
         with self._timed():
-            if self.lost_updates.after(optimizer) and self.formats is not None:
+            examined = self.lost_updates.after(optimizer)
+            if examined and self.formats is not None:
                 self.formats.after_step(bool(skipped))
+            if examined or tracked.steps <= 2 * WRITES:
+                self._look_for_averages()
         if tracked.steps == self.updates:
             self.on_update(tracked.steps)
+
+    def summed_in(self, optimizer: Optimizer) -> list[Tensor]:
+        """Returns the tensors in whose gradients backward passes are summed for an optimizer."""
+        return [*params_of(optimizer), *self.copied.get(optimizer, [])]
+
+    def _look_for_averages(self) -> None:
+        stepped = [p for optimizer in self.optimizers for p in params_of(optimizer)]
+        held = [
+            value
+            for optimizer in self.optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+        ]
+        grads = [p.grad for optimizer in self.optimizers for p in self.summed_in(optimizer) if p.grad is not None]
+        weights = {self.names[id(p)]: p for p in stepped if id(p) in self.names}
+        self.averages.look(weights, [*stepped, *held, *grads])
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -242,6 +266,7 @@ class TrainingLog:
                 for name, model in self.models.items()
                 for buffer in buffers_of(model)
             ]
+            record.averages = [*self.averages.averages()]
             record.losses = [finite_or_none(loss) for loss in self.losses]
             counts = {key: [*known, *[0] * (self.updates - len(known))] for key, known in self.syncs.items()}
             medians = {key: median(each) for key, each in counts.items()}

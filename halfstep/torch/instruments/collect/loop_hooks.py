@@ -10,17 +10,19 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from halfstep.core.audit.record import Call
+from halfstep.core.audit.record import BY_HAND, Call
 from halfstep.torch.instruments.collect.graphs import graphs_compiled
 from halfstep.torch.instruments.collect.log import TrackedOptimizer, TrainingLog
+from halfstep.torch.instruments.collect.losses import Root, is_scale, root_of
 from halfstep.torch.instruments.collect.models import params_of, unwrap, version_of
 from halfstep.torch.instruments.collect.patches import Around, Patches, is_watched
-from halfstep.torch.instruments.collect.tensors import local
+from halfstep.torch.instruments.collect.tensors import format_name, is_narrow, local
 
 # Elements of a gradient that show what happened to it between backward and step, and how many gradients are looked
 # at: those of one may be zero, as the rows of an embedding that no token used.
 PROBE, PROBES = 1024, 16
 MOST_NAMES = 8  # of tensors in one call
+CLOSELY = 20  # updates whose gradients are looked at for what the script does to them by itself
 
 
 def install(log: TrainingLog, patches: Patches) -> None:
@@ -72,25 +74,49 @@ class LoopHooks:
         log = self.log
         if any(not each.steps for each in log.optimizers.values()):
             log.find_models()
-        before = {each: _gradients(each) for each in log.optimizers}
-        scaled = log.scaled_losses > 0
+        before = {each: _gradients(log.summed_in(each)) for each in log.optimizers}
+        by_scaler = scaled = log.scaled_losses > 0
         if not scaled:
+            root = self._see_root(tensors, *args, **kwargs)
             log.add_losses(tensors)
-        result = original(tensors, *args, **kwargs)
-        log.scaled_losses -= scaled
+            scaled = is_scale(root.factor)
+        log.in_backward = True
+        try:
+            result = original(tensors, *args, **kwargs)
+        finally:
+            log.in_backward = False
+        log.scaled_losses -= by_scaler
         for optimizer, grads in before.items():
-            if _gradients(optimizer) != grads:
-                self._record_pass(optimizer, scaled, fresh=not any(grads))
+            now = _gradients(log.summed_in(optimizer))
+            if changed := [was for was, became in zip(grads, now, strict=False) if was != became]:
+                self._record_pass(optimizer, scaled, fresh=not any(grads), summed=any(changed))
         return result
 
-    def _record_pass(self, optimizer: Optimizer, scaled: bool, fresh: bool) -> None:
+    def _see_root(self, tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> Root:
+        """Logs that the script scales its loss by itself, or replaces NaN in it."""
+        losses, grads = (each if isinstance(each, list | tuple) else [each] for each in (tensors, grad_tensors))
+        root = root_of(losses[0] if losses else None, grads[0] if grads else None)
+        if is_scale(root.factor):
+            self.log.add_call("scale", BY_HAND, numbers={"scale": root.factor})
+        if root.replaced is not None:
+            bad = (~torch.isfinite(local(root.replaced.detach()))).sum()
+            self.log.add_number(self.log.add_call("replace", "the loss"), "nonfinite", bad)
+        return root
+
+    def _record_pass(self, optimizer: Optimizer, scaled: bool, *, fresh: bool, summed: bool) -> None:
         tracked = self.log.track(optimizer)
         if fresh:
             tracked.restart()
-        tracked.micro += 1
+        tracked.micro = tracked.micro + 1 if summed else 1
         tracked.scaled |= scaled
         numbers = {"micro": float(tracked.micro), "scaled": float(scaled)}
-        self.log.add_call("backward", tracked.name, numbers=numbers)
+        call = self.log.add_call("backward", tracked.name, numbers=numbers)
+        params = self.log.summed_in(optimizer)
+        narrow = [p.grad.dtype for p in params if p.grad is not None and is_narrow(p.grad.dtype)]
+        if narrow:
+            call.format, numbers["narrow"] = format_name(narrow[0]), float(len(narrow))
+        if tracked.steps < CLOSELY:
+            self._find_nonfinite(call, params)
         if tracked.scaled:
             tracked.probe = probe_of(params_of(optimizer))
 
@@ -137,7 +163,7 @@ class LoopHooks:
         if tracked.scaled and not log.scaler_steps:
             call.numbers["scaled"] = 1.0
             log.add_number(call, "divided", tracked.ratio * applied_divisor(tracked.probe))
-        self._find_nonfinite(call, optimizer)
+        self._find_nonfinite(call, params_of(optimizer))
         self.stepping.append((optimizer, call))
         log.library_depth += 1
 
@@ -174,9 +200,9 @@ class LoopHooks:
         with log.library_call():
             return original(optimizer, *args, **kwargs)
 
-    def _find_nonfinite(self, call: Call, optimizer: Optimizer) -> None:
+    def _find_nonfinite(self, call: Call, params: Iterable[Tensor]) -> None:
         by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
-        for p in params_of(optimizer):
+        for p in params:
             if p.grad is not None and not p.grad.is_sparse:
                 name, grad = self.log.names.get(id(p), ""), local(p.grad.detach())
                 if grad.numel():  # a rank may have no rows of a small tensor
@@ -196,9 +222,9 @@ class LoopHooks:
             return original(schedule, *args, **kwargs)
 
 
-def _gradients(optimizer: Optimizer) -> list[tuple[int, int] | None]:
-    """Returns what identifies the gradients of an optimizer: another tensor, or another version of it, is new."""
-    grads = [p.grad for p in params_of(optimizer)]
+def _gradients(params: Iterable[Tensor]) -> list[tuple[int, int] | None]:
+    """Returns what identifies gradients: another tensor, or another version of it, is new."""
+    grads = [p.grad for p in params]
     return [None if grad is None else (id(grad), grad._version) for grad in grads]
 
 
@@ -207,6 +233,16 @@ def _name_nonfinite(call: Call, names: list[str], finite: Tensor) -> None:
     if bad:
         call.numbers["nonfinite"] = call.numbers.get("nonfinite", 0.0) + len(bad)
         call.names = [*call.names, *bad][:MOST_NAMES]
+
+
+def _sizes(params: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Returns the norm of all gradients and the largest of their numbers, on their device."""
+    grads = [local(p.grad.detach()) for p in params if p.grad is not None and not p.grad.is_sparse]
+    here = [grad for grad in grads if grad.device == grads[0].device and grad.numel()]
+    if not here:
+        return {}
+    norms, largest = (torch.stack(torch._foreach_norm(here, order)).float() for order in (2.0, float("inf")))
+    return {"norm": norms.norm(), "largest": largest.max()}
 
 
 class ScalerHooks:
@@ -249,7 +285,11 @@ class ScalerHooks:
     def unscale(self, original: Any, scaler: Any, optimizer: Any) -> Any:
         """Logs that gradients are unscaled, by the user or by `step`."""
         tracked = self.log.track(optimizer)
-        self.log.add_call("unscale", tracked.name)
+        call = self.log.add_call("unscale", tracked.name)
+        if tracked.scaled and tracked.steps < CLOSELY:
+            self.log.add_number(call, "divided", tracked.ratio * applied_divisor(tracked.probe))
+            for name, value in _sizes(params_of(unwrap(optimizer))).items():
+                self.log.add_number(call, name, value)
         result = original(scaler, optimizer)
         tracked.scaled = False
         return result

@@ -11,9 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.core.audit.record import CheckpointFacts
 from halfstep.torch.instruments.collect.log import TrainingLog
-from halfstep.torch.instruments.collect.models import params_of
 from halfstep.torch.instruments.collect.patches import Patches
-from halfstep.torch.instruments.collect.tensors import format_name, is_library, local, name_of
+from halfstep.torch.instruments.collect.tensors import format_name, is_library, is_narrow, local, name_of
 from halfstep.torch.instruments.collect.weights import moments_of
 
 # Methods that make the host wait for a tensor. On a CPU nothing waits, but the script may run on a GPU tomorrow.
@@ -97,12 +96,16 @@ class SystemHooks:
         return original(output, input, *args, **kwargs)
 
     def _is_gradient(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a gradient, or has the size of one, or of all, in a narrower format than theirs."""
         storage = local(tensor).untyped_storage().data_ptr()
-        return any(
-            p.grad is not None and local(p.grad).untyped_storage().data_ptr() == storage
-            for optimizer in self.log.optimizers
-            for p in params_of(optimizer)
-        )
+        for optimizer in self.log.optimizers:
+            grads = [local(p.grad) for p in self.log.summed_in(optimizer) if p.grad is not None]
+            if any(grad.untyped_storage().data_ptr() == storage for grad in grads):
+                return True
+            sizes = {grad.numel() for grad in grads} | {sum(grad.numel() for grad in grads)}
+            if is_narrow(tensor.dtype) and not self.log.in_backward and tensor.numel() in sizes - {0, 1}:
+                return True
+        return False
 
     def save(self, original: Any, thing: Any, to: Any, *args: Any, **kwargs: Any) -> Any:
         """Logs whether what is saved holds the state of an optimizer and of a scaler."""
