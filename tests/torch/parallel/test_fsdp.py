@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from halfstep.core.errors import LossError
 from halfstep.torch import prepare
 from halfstep.torch.convert.functions.mode import PolicyMode
+from halfstep.torch.instruments.collect.averages import AverageWatch
 from halfstep.torch.numerics.shards import ShardCast
 from tests.processes import run_ranks
 from tests.torch.parallel import jobs
@@ -262,3 +263,19 @@ def test_our_kernel_writes_the_casts_and_only_what_was_written_to_is_cast_again(
     for (written, casted), again in run_ranks(by_our_kernel):
         assert all(torch.equal(written[name], casted[name]) for name in casted)
         assert again == [5, 0, 0, 1, 5, 5, 5, 5]
+
+
+def looked_for_averages():
+    """What FSDP has gathered, and freed again, is in bf16 and has the shape of a weight."""
+    run, model = jobs.begin(shape=())
+    watch = AverageWatch()
+    freed = torch.zeros(model.blocks[0].up.weight.shape, dtype=torch.bfloat16)
+    freed.untyped_storage().resize_(0)
+    for step in range(5):
+        run.step(jobs.loss_of(model), jobs.batches(step, 1))
+        watch.look(dict(model.named_parameters()), [])
+    return [*watch.averages()]
+
+
+def test_the_audit_takes_nothing_that_was_gathered_for_an_average(ranks):
+    assert ranks(looked_for_averages, 2) == [[], []]

@@ -69,7 +69,9 @@ class AverageWatch:
 def _find(weights: Mapping[str, Tensor], apart: set[int]) -> Iterator[_Candidate]:
     by_shape: dict[torch.Size, list[str]] = {}
     for name, weight in weights.items():
-        by_shape.setdefault(weight.shape, []).append(name)
+        # What FSDP gathers of a shard is narrow, has the weight's shape, and loses its memory after each layer.
+        if local(weight) is weight:
+            by_shape.setdefault(weight.shape, []).append(name)
     tensors = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
     for each in tensors:
         names = by_shape.get(each.shape, []) if each.dim() and is_narrow(each.dtype) else []

@@ -1,0 +1,68 @@
+"""The examples of FSDP2 on two gloo ranks: audited before and after their lines, trained, and resumed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.examples.test_integrations import ROOT, stock
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+PLAIN, ACCELERATE = "examples/torchrun_fsdp.py", "examples/accelerate_fsdp.py"
+
+
+def called(*command, code=0):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == code, done.stderr[-3000:]
+    return done.stdout
+
+
+def audited(script, *arguments, code=0):
+    """Rules that an audit of a script on two ranks names, with their messages, and how many updates it watched."""
+    halfstep = Path(sys.executable).with_name("halfstep")
+    audit = [halfstep, "audit", "--json", "--", *TORCHRUN, script, *arguments]
+    printed = called(*audit, code=code)
+    told = json.loads(printed[printed.index("{") :])
+    return {finding["rule"]: finding["message"] for finding in told["findings"]}, told["updates"]
+
+
+@pytest.mark.prove
+def test_pure_bf16_is_named_before_and_nothing_is_wrong_after(tmp_path):
+    (before := tmp_path / Path(PLAIN).name).write_text(stock(PLAIN))
+    found, _ = audited(before, code=1)
+    assert "`model.layers.0.input_layernorm.weight` is stepped in bf16 by AdamW" in found["HS101"]
+    assert {"HS104", "HS302"} <= found.keys()  # moments, and the sum over ranks
+    found, updates = audited(ROOT / PLAIN)
+    assert found == {}
+    assert updates == 20
+
+
+@pytest.mark.prove
+def test_nothing_is_wrong_with_the_script_of_accelerate_which_goes_on_where_it_ended(tmp_path):
+    out = tmp_path / "checkpoint"
+    found, updates = audited(ROOT / ACCELERATE, "--cpu", "--out", out)
+    assert found == {}
+    assert updates == 16
+    assert [folder.name for folder in out.iterdir()] == ["step-000016"]
+    printed = called(sys.executable, ROOT / ACCELERATE, "--cpu", "--epochs", "1", "--out", out)  # one process
+    assert float(printed.split("epoch 0: loss ")[1].split()[0]) < 2.0
+
+
+@pytest.mark.prove
+def test_accelerates_own_launcher_starts_it(tmp_path):
+    """On CPUs Accelerate would train by DDP; ours shards, which the files of both ranks show."""
+    launch = [
+        Path(sys.executable).with_name("accelerate"),
+        "launch",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+    ]
+    launch += ["--use_fsdp", "--fsdp_version", "2", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    called(*launch, ROOT / ACCELERATE, "--cpu", "--epochs", "1", "--out", tmp_path / "out")
+    assert len([*(tmp_path / "out").glob("step-000008/state-*-of-00002.safetensors")]) == 2
