@@ -3,8 +3,8 @@
     pip install '.[torch]' transformers
     torchrun --nproc-per-node 2 examples/torchrun_fsdp.py
 
-docs/integrations.md shows the lines that differ from a loop that trains in pure bf16. Weights are random and the data
-is made here, so that nothing is downloaded.
+docs/integrations.md shows the lines that differ from a loop that trains in pure bf16. Weights are random and the
+data is made here, so that nothing is downloaded.
 """
 
 import torch
