@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -70,6 +71,9 @@ def _compiler_loaded() -> Iterator[None]:
 def _load_compiler() -> None:
     from torch._inductor.async_compile import maybe_warm_pool
 
+    # What this thread starts inherits its mask. A scheduler sends SIGTERM to every process, the run ends after the
+    # step that it is in, and torch would wait for ever for what has ended: they end when this process does.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
     maybe_warm_pool()  # until they run, this process compiles kernels one by one
 
 

@@ -1,6 +1,7 @@
 """The session on torch. What every backend's session does is in tests/conformance."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -84,7 +85,7 @@ def test_the_compiler_starts_while_weights_are_drawn(compiles, devices, started,
 
     def start_pool():
         assert drawn.wait(60)
-        pools.append(None)
+        pools.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
 
     def set_and_say(*given):
         set_weights(*given)
@@ -95,6 +96,8 @@ def test_the_compiler_starts_while_weights_are_drawn(compiles, devices, started,
     monkeypatch.setattr(model.Decoder, "set_weights", set_and_say)
     session("bf16-mixed", f"training.compile={compiles}")
     assert len(pools) == started
+    assert all(blocked >= {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} for blocked in pools)
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_small_blocks_are_compiled_in_one_graph():

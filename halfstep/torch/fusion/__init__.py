@@ -66,7 +66,7 @@ def _graphs_in(graph: fx.Graph) -> list[fx.Graph]:
 
 def _fuse(graph: fx.Graph) -> None:
     casts.drop_round_trips(graph)
-    for make in (mlp.fuse_layers, loss.fuse_losses, mlp.replace_functions, mlp.recompute_gates):
+    for make in (mlp.fuse_layers, loss.fuse_losses, mlp.replace_functions):
         for name, why in make(graph):
             if why:
                 APART[name, why] += 1

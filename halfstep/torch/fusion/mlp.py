@@ -13,7 +13,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, fx
-from torch.utils.checkpoint import CheckpointPolicy
 
 from halfstep.torch.fusion.graph import (
     CASTS,
@@ -35,7 +34,6 @@ from halfstep.torch.numerics.matmul import DIRECT, LinearGeluLinear, linear_in_g
 from halfstep.torch.numerics.provenance import traced
 
 BETWEEN = "tanh GELU between two layers"
-GATED = "product of a gate that is not kept"
 
 
 def mlp_in_graph(*given: object) -> Tensor:
@@ -61,7 +59,6 @@ def exact_gelu_in_graph(x: Tensor) -> Tensor:
 
 
 FORMS = {GELU: gelu_in_graph, EXACT: exact_gelu_in_graph, SQUARE: squared_relu_in_graph}
-_GATES = frozenset(["silu", "gelu", "relu", "sigmoid", *(form.__name__ for form in FORMS.values())])
 
 
 def fuse_layers(graph: fx.Graph) -> Iterator[tuple[str, str]]:
@@ -135,22 +132,6 @@ def replace_functions(graph: fx.Graph) -> Iterator[tuple[str, str]]:
         node.replace_all_uses_with(made)
         remove(function.nodes)
         yield name, ""
-
-
-def recompute_gates(graph: fx.Graph) -> Iterator[tuple[str, str]]:
-    """Marks the products of gates for torch's partitioner, as operations of a checkpointed block are marked."""
-    for down in [n for n in graph.nodes if n.target is linear_in_graph]:
-        product, _ = _over_views(down.args[0])  # type: ignore[arg-type]
-        if called(product) not in ("mul", "__mul__"):
-            continue
-        gates = [n for n in product.all_input_nodes if called(n) in _GATES]
-        kept = [
-            _over_views(n)[0] for n in [*product.all_input_nodes, *map(first_of, gates)] if n not in gates and n
-        ]
-        if len(gates) == 1 and len(kept) == 2 and all(n.target is linear_in_graph for n in kept):
-            for node in (*gates, product):
-                node.meta.update(recompute=CheckpointPolicy.MUST_RECOMPUTE, ac_graph_id=0)
-            yield GATED, ""
 
 
 def _has_form(name: str, x: Tensor, function: Pointwise) -> bool:

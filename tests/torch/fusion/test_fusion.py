@@ -5,9 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.backends.registry import lookup_backend
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +19,6 @@ from halfstep.torch.fusion.mlp import BETWEEN
 from halfstep.torch.fusion.pointwise import SQUARE
 from halfstep.torch.kernels import epilogue
 from halfstep.torch.loss import plain
-from halfstep.torch.numerics import matmul as products
 from tests.torch.graphs import fused
 
 V, D = 64, 16
@@ -234,47 +231,6 @@ MLPS = {
 @pytest.mark.parametrize("form", MLPS)
 def test_what_is_between_two_layers_and_no_gelu_keeps_them_apart(form):
     assert BETWEEN not in check_same(MLPS[form], flat)[0]
-
-
-class Gated(nn.Module):
-    def __init__(self, activation):
-        super().__init__()
-        self.activation = activation
-        self.gate, self.up, self.down = nn.Linear(D, 4 * D), nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
-
-    def forward(self, x):
-        return self.down(self.activation(self.gate(x)) * self.up(x)).float().square().sum()
-
-
-@pytest.mark.parametrize("activation", [F.silu, torch.sigmoid])
-def test_the_product_of_a_gate_is_computed_again_with_the_same_bits(activation, monkeypatch):
-    monkeypatch.setattr(products, "matmul", lambda a, b, out: (a @ b).to(out))  # as on a GPU
-
-    def passed(recomputed):
-        kept = []
-
-        def keep(graph, inputs):
-            kept.extend(n.meta["val"].shape for n in graph.graph.output_node().args[0])
-            return make_boxed_func(graph.forward)
-
-        def compile(graph, inputs):
-            if recomputed:
-                fuse(graph.graph)
-            split = min_cut_rematerialization_partition
-            given = {"fw_compiler": keep, "bw_compiler": lambda g, _: make_boxed_func(g.forward)}
-            return aot_autograd(**given, partition_fn=split)(graph, inputs)
-
-        torch.manual_seed(0)
-        model = Gated(activation)
-        run = prepare(model, torch.optim.AdamW(model.parameters()), "bf16-mixed")
-        torch.compiler.reset()
-        loss = torch.compile(model, fullgraph=True, backend=compile)(torch.randn(2, 16, D))
-        run.backward(loss)
-        return sum(shape.numel() == 32 * 4 * D for shape in kept), [p.grad.clone() for p in model.parameters()]
-
-    (fewer, found), (all_three, expected) = passed(True), passed(False)
-    assert (fewer, all_three) == (2, 3)
-    assert all(map(torch.equal, found, expected))
 
 
 TRIPS = {

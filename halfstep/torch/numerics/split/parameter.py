@@ -148,8 +148,20 @@ def refuse_copy(name: str, *_: Any, **__: Any) -> NoReturn:
     )
 
 
+class _OnlyTraced(classmethod):  # type: ignore[type-arg]
+    """A `__torch_function__` that dynamo traces; torch itself sees a parameter's, which it never calls."""
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return torch._C._disabled_torch_function_impl
+
+
 class HalfOfSplitMaster(nn.Parameter):
     """A parameter that is the bf16 half of a split master; a whole one inside `run.edit()`."""
+
+    @_OnlyTraced  # without it, a model that reads `weight.dtype` or `weight.shape` breaks its graph there
+    def __torch_function__(cls, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def] # noqa: N805
+        with torch._C.DisableTorchFunction():
+            return function(*args, **(kwargs or {}))
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]

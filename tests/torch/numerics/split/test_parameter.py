@@ -91,3 +91,29 @@ def test_a_model_given_back_takes_any_dtype_and_its_optimizer_has_fp32_moments()
     model(data()).sum().backward()
     optimizer.step()
     assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.float32}
+
+
+class ReadsItsWeight(torch.nn.Module):
+    """A model that looks at a weight before it multiplies, as T5's MLP in transformers does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        weight = self.layer.weight
+        assert isinstance(weight, torch.nn.Parameter)
+        assert (weight.shape, weight.ndim, weight.dtype, weight.is_leaf) == ((8, 8), 2, torch.bfloat16, True)
+        x = x.to(weight.device, weight.dtype) if weight.requires_grad and not weight.is_meta else x
+        return self.layer(x)
+
+
+def test_compiled_models_may_read_what_a_parameter_is():
+    model = ReadsItsWeight()
+    run = prepare(model, torch.optim.AdamW(model.parameters()), "bf16-mixed,param=fp32:split")
+    x = torch.randn(2, 8)
+    expected = model(x)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), expected)
+    run.backward(compiled(x).sum())
+    assert model.layer.weight.grad.dtype == torch.float32
