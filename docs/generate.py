@@ -72,8 +72,8 @@ API = {
         *("casts_for", "linear", "attention", "layer_norm", "rms_norm", "softmax", "cross_entropy", "quantize"),
     ],
     "halfstep.integrations.accelerate": ["Accelerator"],
-    "halfstep.integrations.transformers": ["Trainer", "PolicyMixin"],
-    "halfstep.integrations.lightning": ["HalfstepPrecision", "Fabric"],
+    "halfstep.integrations.transformers": ["Trainer", "PolicyMixin", "AuditCallback"],
+    "halfstep.integrations.lightning": ["HalfstepPrecision", "Fabric", "AuditCallback"],
 }
 # The methods a page shows, of the classes whose methods a user calls; None is every public one.
 METHODS: dict[str, list[str] | None] = {

@@ -38,6 +38,7 @@ from halfstep.core.errors import AutocastError, ParallelError
 from halfstep.core.policy import Policy
 from halfstep.integrations import fsdp, parts, state
 from halfstep.integrations.accelerate import Accelerator, run_of
+from halfstep.integrations.first_steps import FirstSteps
 from halfstep.integrations.refusals import preserve_fp32_matmuls, refuse_precision, refuse_sharding
 from halfstep.torch.run import Run
 
@@ -277,3 +278,30 @@ def _is_whole(folder: Path) -> bool:
 
 class Trainer(PolicyMixin, transformers.Trainer):
     """transformers.Trainer with a precision policy."""
+
+
+class AuditCallback(transformers.TrainerCallback):
+    """Audits the first updates of any Trainer: `Trainer(..., callbacks=[AuditCallback()])`.
+
+    It says on stderr what it found, and `findings` has it; with a policy or without.
+    """
+
+    def __init__(self, steps: int | None = None):
+        self.audit = FirstSteps(steps)
+
+    @property
+    def findings(self) -> list[Any]:
+        """What was found, once the first updates are over."""
+        return self.audit.findings
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Begins to watch."""
+        self.audit.begin(int(state.max_steps))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Ends the watch after enough updates."""
+        self.audit.look()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Ends the watch of a short run."""
+        self.audit.end()

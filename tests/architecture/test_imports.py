@@ -57,7 +57,13 @@ ROOMS = {
         {"run", "weights"},
         {"loop"},
     ],
-    "integrations": [{"state", "refusals"}, {"parts"}, {"fsdp"}, {"accelerate"}, {"transformers", "lightning"}],
+    "integrations": [
+        {"state", "refusals", "first_steps", "testing"},
+        {"parts"},
+        {"fsdp"},
+        {"accelerate"},
+        {"transformers", "lightning"},
+    ],
 }
 BACKENDS = ("torch", "jax", "mlx")
 # Backends whose audit collects without the engine: it may import core, and these, which import core alone too.

@@ -14,5 +14,6 @@ job reads, `state_dict` and `optimizer_states`, stays there in torch's format. t
 entries share once, so the run's state adds little.
 """
 
+from halfstep.integrations.lightning.audit import AuditCallback as AuditCallback
 from halfstep.integrations.lightning.fabric import Fabric as Fabric
 from halfstep.integrations.lightning.trainer import HalfstepPrecision as HalfstepPrecision
