@@ -84,9 +84,11 @@ def with_forward(module: Any) -> type:
 
 
 def _dtype_of_master(theirs: property) -> property:
+    read: Any = theirs.fget  # dynamo traces functions
+
     def dtype(self: Any) -> Any:
         first = next((p for p in self.parameters() if p.is_floating_point()), None)
-        return torch.float32 if first is not None and is_split(first) else theirs.__get__(self)
+        return torch.float32 if first is not None and is_split(first) else read(self)
 
     return property(dtype, theirs.fset, theirs.fdel, theirs.__doc__)
 
