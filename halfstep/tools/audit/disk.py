@@ -144,6 +144,12 @@ def differences(pairs: Iterable[tuple[DiskTensor, DiskTensor]]) -> list[Differen
     return _by_chunks([b for _, b in pairs], compare, Difference())
 
 
+def first_numbers(tensor: DiskTensor, most: int) -> NDArray[np.float64]:
+    """Returns the first numbers of a tensor."""
+    codes = _range(tensor, 0, min(most, tensor.elements))
+    return _floats(codes, tensor.format).astype(np.float64)
+
+
 def value_of(tensor: DiskTensor, code: int) -> float:
     """Returns the number of a bit pattern."""
     return float(_floats(np.array([code], f"<u{_SIZES[tensor.format]}"), tensor.format)[0])

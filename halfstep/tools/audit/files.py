@@ -11,11 +11,14 @@ A folder of checkpoints (`checkpoint-500`, `step_500`, `epoch_3`) is read as all
 each, numbers of the newest.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from halfstep.core.audit.record import CheckpointFacts, Record, StoredTensor, weight_kind
 from halfstep.core.errors import HalfstepError, TargetError
@@ -24,6 +27,7 @@ from halfstep.tools.audit.disk import (
     Numbers,
     comparable,
     differences,
+    first_numbers,
     numbers_of,
     safetensor,
     value_of,
@@ -48,6 +52,8 @@ _HEAD = re.compile(r"(?:^|\.)(?:lm_head|output|embed_out|head)\.weight$")
 _EMBEDDING = re.compile(
     r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|tok_embeddings|shared|embed_in|embed)\.weight$"
 )
+
+SAMPLE = 256  # numbers that show which weight a master is of
 
 _Role = Literal["weight", "master", "moment", "step"]
 
@@ -103,7 +109,7 @@ class Contents:
             for index, held in (state.items() if isinstance(state, Mapping) else ())
             if isinstance(held, Mapping)
         }
-        names = self._names_by_shape({index: [*tensors.values()] for index, tensors in states.items()})
+        names = self._names_by_shape(states)
         for index, tensors in states.items():
             name = names[index]
             for key, tensor in tensors.items():
@@ -114,26 +120,37 @@ class Contents:
                 elif tensor.shape:
                     self.moments[name, key] = tensor
 
-    def _names_by_shape(self, states: Mapping[str, list[DiskTensor]]) -> dict[str, str]:
-        """Returns the weight of each number that stands for one: the next that has the shape of its state."""
-        left, names = {name: tensor.shape for name, tensor in self.weights.items()}, {}
+    def _names_by_shape(self, states: Mapping[str, Mapping[str, DiskTensor]]) -> dict[str, str]:
+        """Returns the weight that each number stands for: what is like its master, or the next of its shape."""
+        left, names = dict(self.weights), {}
         for index, tensors in states.items():
-            shape = next((tensor.shape for tensor in tensors if tensor.shape), None)
-            fitting = next((name for name, each in left.items() if each == shape), index)
-            names[index] = fitting if index.isdigit() else index
+            master = next((tensor for key, tensor in tensors.items() if _MASTER.search(key)), None)
+            shape = next((tensor.shape for tensor in tensors.values() if tensor.shape), None)
+            fitting = [name for name, tensor in left.items() if tensor.shape == shape]
+            if len(fitting) > 1 and master is not None and master.is_readable:
+                fitting.sort(key=lambda name: _distance(left[name], master))
+            names[index] = fitting[0] if fitting and index.isdigit() else index
             left.pop(names[index], None)
         return names
 
     def name_by_weights(self) -> None:
         """Gives masters and moments the names that the weights have, which may be wrapped otherwise."""
-        numbered: dict[str, list[DiskTensor]] = {}
-        for (name, _), tensor in sorted(self.moments.items(), key=lambda item: (len(item[0][0]), item[0])):
-            numbered.setdefault(name, []).append(tensor)
+        numbered: dict[str, dict[str, DiskTensor]] = {}
+        for (name, key), tensor in sorted(self.moments.items(), key=lambda item: (len(item[0][0]), item[0])):
+            numbered.setdefault(name, {})[key] = tensor
         known = {bare(name): name for name in self.weights}
         known |= self._names_by_shape({name: each for name, each in numbered.items() if name.isdigit()})
         self.masters = {known.get(bare(name), name): tensor for name, tensor in self.masters.items()}
         self.moments = {(known.get(bare(name), name), key): tensor for (name, key), tensor in self.moments.items()}
         self.remainders = {known.get(bare(name), name): tensor for name, tensor in self.remainders.items()}
+
+
+def _distance(weight: DiskTensor, master: DiskTensor) -> float:
+    """Returns how far the first numbers of two tensors are from each other."""
+    if not weight.is_readable:
+        return math.inf
+    first, second = (first_numbers(tensor, SAMPLE) for tensor in (weight, master))
+    return float(np.nan_to_num(np.abs(first - second), nan=math.inf).sum())
 
 
 def bare(name: str) -> str:

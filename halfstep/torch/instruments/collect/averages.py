@@ -24,13 +24,12 @@ SEARCHES = (1, 4)  # the looks at which new ones are searched for: some scripts 
 @dataclass
 class _Candidate:
     tensor: "weakref.ref[Tensor]"
-    weight: "weakref.ref[Tensor]"
-    name: str
     format: str
-    first: Tensor  # in fp32: what is narrow may itself be taken for an average
     state: tuple[int, int]  # changes with every write
     writes: int = 0
-    moved: Tensor | None = None  # which elements have ever differed from the first value
+    name: str = ""  # of the weight
+    first: Tensor | None = None  # its numbers after the first write that was seen, in fp32
+    moved: Tensor | None = None  # which elements have ever differed from those
     behind: Tensor | None = None  # which are not the weight, rounded
 
 
@@ -45,18 +44,16 @@ class AverageWatch:
     def look(self, weights: Mapping[str, Tensor], apart: Iterable[Tensor]) -> None:
         """Takes note of what was written since the last look; `apart` are tensors that are no averages."""
         self._looks += 1
-        if self._looks in SEARCHES:
-            found = _find(weights, {*map(id, apart), *self._candidates})
-            self._candidates |= {id(each.tensor()): each for each in found}
         for each in self._candidates.values():
-            tensor, weight = each.tensor(), each.weight()
-            if tensor is not None and weight is not None and _state(tensor) != each.state:
+            tensor = each.tensor()
+            if tensor is not None and _state(tensor) != each.state:
                 each.state = _state(tensor)
                 each.writes += 1
-                part = _part(tensor)
-                each.behind = part != _part(weight).to(part)
-                differs = part.float() != each.first
-                each.moved = differs if each.moved is None else each.moved | differs
+                _compare(each, tensor, weights)
+        if self._looks in SEARCHES:
+            shapes = {weight.shape for weight in weights.values()}
+            found = _find(shapes, {*map(id, apart), *self._candidates})
+            self._candidates |= {id(each.tensor()): each for each in found}
 
     def averages(self) -> Iterator[Average]:
         """Yields those that were written to several times, some of which may be gone by now."""
@@ -66,6 +63,7 @@ class AverageWatch:
                 yield Average(each.name, each.format, each.writes, int(each.behind.sum()), int(still.sum()))
 
 
+<<<<<<< HEAD
 def _find(weights: Mapping[str, Tensor], apart: set[int]) -> Iterator[_Candidate]:
     by_shape: dict[torch.Size, list[str]] = {}
     for name, weight in weights.items():
@@ -77,12 +75,31 @@ def _find(weights: Mapping[str, Tensor], apart: set[int]) -> Iterator[_Candidate
         names = by_shape.get(each.shape, []) if each.dim() and is_narrow(each.dtype) else []
         if not names or id(each) in apart or not each.is_leaf or each.is_inference():
             continue
+=======
+def _find(shapes: set[torch.Size], apart: set[int]) -> Iterator[_Candidate]:
+    """Yields tensors that may be averages. Their numbers are not read: memory behind them may be gone."""
+    for each in [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]:
+        fits = each.dim() and is_narrow(each.dtype) and each.shape in shapes and id(each) not in apart
+        if fits and each.is_leaf and not each.is_inference() and not each.is_meta:
+            yield _Candidate(weakref.ref(each), format_name(each.dtype), _state(each))
+
+
+def _compare(each: _Candidate, tensor: Tensor, weights: Mapping[str, Tensor]) -> None:
+    """Takes note of the numbers of a tensor that the script has just written to."""
+    if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.itemsize:
+        return  # a sharded one, whose memory is lent
+    part = _part(tensor)
+    if each.first is None:
+>>>>>>> main
         # Of several weights of one shape it is an average of the one that it is most like.
-        part = _part(each)
-        alike = [(_part(weights[name]).to(part) == part).sum() for name in names] if len(names) > 1 else []
-        name = names[int(torch.stack(alike).argmax())] if alike else names[0]
-        refs = weakref.ref(each), weakref.ref(weights[name])
-        yield _Candidate(*refs, name, format_name(each.dtype), part.float(), _state(each))
+        names = [name for name, weight in weights.items() if weight.shape == tensor.shape]
+        alike = [(_part(weights[name]).to(part) == part).sum() for name in names]
+        each.name = names[int(torch.stack(alike).argmax())] if alike else ""
+        each.first = part.float()
+    if each.name in weights:
+        differs = part.float() != each.first
+        each.moved = differs if each.moved is None else each.moved | differs
+        each.behind = part != _part(weights[each.name]).to(part)
 
 
 def _state(tensor: Tensor) -> tuple[int, int]:
