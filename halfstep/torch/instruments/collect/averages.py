@@ -63,19 +63,6 @@ class AverageWatch:
                 yield Average(each.name, each.format, each.writes, int(each.behind.sum()), int(still.sum()))
 
 
-<<<<<<< HEAD
-def _find(weights: Mapping[str, Tensor], apart: set[int]) -> Iterator[_Candidate]:
-    by_shape: dict[torch.Size, list[str]] = {}
-    for name, weight in weights.items():
-        # What FSDP gathers of a shard is narrow, has the weight's shape, and loses its memory after each layer.
-        if local(weight) is weight:
-            by_shape.setdefault(weight.shape, []).append(name)
-    tensors = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
-    for each in tensors:
-        names = by_shape.get(each.shape, []) if each.dim() and is_narrow(each.dtype) else []
-        if not names or id(each) in apart or not each.is_leaf or each.is_inference():
-            continue
-=======
 def _find(shapes: set[torch.Size], apart: set[int]) -> Iterator[_Candidate]:
     """Yields tensors that may be averages. Their numbers are not read: memory behind them may be gone."""
     for each in [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]:
@@ -90,7 +77,6 @@ def _compare(each: _Candidate, tensor: Tensor, weights: Mapping[str, Tensor]) ->
         return  # a sharded one, whose memory is lent
     part = _part(tensor)
     if each.first is None:
->>>>>>> main
         # Of several weights of one shape it is an average of the one that it is most like.
         names = [name for name, weight in weights.items() if weight.shape == tensor.shape]
         alike = [(_part(weights[name]).to(part) == part).sum() for name in names]
