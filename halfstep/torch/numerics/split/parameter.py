@@ -158,8 +158,9 @@ class _OnlyTraced(classmethod):  # type: ignore[type-arg]
 class HalfOfSplitMaster(nn.Parameter):
     """A parameter that is the bf16 half of a split master; a whole one inside `run.edit()`."""
 
-    @_OnlyTraced  # without it, a model that reads `weight.dtype` or `weight.shape` breaks its graph there
-    def __torch_function__(cls, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def] # noqa: N805
+    @_OnlyTraced  # type: ignore[arg-type]
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: N805
+        # Without it, a compiled model that reads `weight.dtype` or `weight.shape` breaks its graph there.
         with torch._C.DisableTorchFunction():
             return function(*args, **(kwargs or {}))
 
