@@ -44,6 +44,8 @@ class AverageWatch:
     def look(self, weights: Mapping[str, Tensor], apart: Iterable[Tensor]) -> None:
         """Takes note of what was written since the last look; `apart` are tensors that are no averages."""
         self._looks += 1
+        # What FSDP gathers of a shard is narrow, has the weight's shape, and loses its memory after each layer.
+        weights = {name: weight for name, weight in weights.items() if local(weight) is weight}
         for each in self._candidates.values():
             tensor = each.tensor()
             if tensor is not None and _state(tensor) != each.state:
