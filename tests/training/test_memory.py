@@ -135,7 +135,7 @@ def test_other_errors_are_left_as_they_are(text, tmp_path, backend):
 def test_a_model_that_did_not_fit_on_a_shared_device_says_so(text, tmp_path, monkeypatch):
     from halfstep.torch import session
 
-    monkeypatch.setattr(session, "Decoder", lambda config: torch_fails())
+    monkeypatch.setattr(session.Decoder, "to_empty", lambda *_, **__: torch_fails())
     with pytest.raises(OutOfMemoryError, match=r"while it received .* parameters"):
         start(text, tmp_path / "run")
 
