@@ -161,8 +161,9 @@ def coded_chunks(
         found = coded_row_losses_(logits, wanted, words, *terms).sum()
         total = found if first else total + found
         if needs[0]:
-            given = (_codes(logits, casts), w_t.t(), g_inv, w_inv)
-            torch._scaled_mm(*given, out_dtype=torch.float32, out=grad_input[start:stop])
+            torch._scaled_mm(  # a name for its arguments would keep the logits
+                _codes(logits, casts), w_t.t(), g_inv, w_inv, out_dtype=torch.float32, out=grad_input[start:stop]
+            )
         if needs[1]:
             more = grad_weight if first else torch.empty_like(grad_weight)
             _write_grad_weight(logits, write_transpose(rows), g_inv, x_inv, more, casts)

@@ -178,8 +178,9 @@ def linear_gradients(
         if needs[0]:
             grad_input[start : start + some.shape[0]] = matmul(logits, w, torch.float32)
         if needs[1] and rows.is_cuda:  # whose matmul adds to a sum by itself
-            given = (grad_weight, logits.t(), some, torch.float32)
-            torch.ops.aten.addmm.dtype_out(*given, beta=0 if first else 1, out=grad_weight)
+            torch.ops.aten.addmm.dtype_out(  # a name for its arguments would keep the logits
+                grad_weight, logits.t(), some, torch.float32, beta=0 if first else 1, out=grad_weight
+            )
         elif needs[1]:
             add_or_begin(grad_weight, matmul(logits.t(), some, torch.float32), first)
         if needs[2]:

@@ -4,7 +4,6 @@ u is half a unit of the narrow format, to which a gradient is rounded once.
 """
 
 import math
-import weakref
 from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.core.errors import HalfstepError
@@ -676,9 +676,9 @@ def test_the_logits_of_one_chunk_are_gone_when_those_of_the_next_are_made(monkey
     made, linear = [], losses._logits
 
     def logits(*given):
-        assert all(reference() is None for reference in made)
+        assert all(reference.expired() for reference in made)
         z = linear(*given)
-        made.append(weakref.ref(z))
+        made.append(StorageWeakRef(z.untyped_storage()))
         return z
 
     monkeypatch.setattr(losses, "_logits", logits)
