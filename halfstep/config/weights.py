@@ -13,9 +13,9 @@ Beside them are the angles of rotary positions, which are numbers of a model too
 """
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from itertools import islice
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,25 +28,27 @@ from halfstep.core.philox import tensor_id
 from halfstep.core.policy import Policy
 from halfstep.core.state_format import OF_BACKEND, OF_POLICY, Stored, convert
 
-MOST_DRAWN = 16  # tensors at once
+# Numbers that are drawn before the caller takes them, 2 GiB: while one thread draws an embedding, others draw layers.
+MOST_WAITING = 2**29
 
 # Every parameter of a model once, by name, in fp32.
 Weights = Iterable[tuple[str, NDArray[np.float32]]]
 
 
 def initial_weights(model: ModelConfig, seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Yields the name and initial value of every parameter, in the order in which they are drawn.
-
-    Several at once draw from streams of their own; the largest, which take longest, come first.
-    """
-    left = iter(sorted(parameter_shapes(model).items(), key=lambda named: -math.prod(named[1])))
-    count = min(host.threads() or 1, MOST_DRAWN)
-    with ThreadPoolExecutor(count) as pool:
-        drawn = {pool.submit(_initial, model, seed, *named): named[0] for named in islice(left, count)}
-        while drawn:
-            for done in wait(drawn, return_when=FIRST_COMPLETED).done:
-                drawn |= {pool.submit(_initial, model, seed, *named): named[0] for named in islice(left, 1)}
-                yield drawn.pop(done), done.result()
+    """Yields the name and initial value of every parameter. Several at once draw from streams of their own."""
+    left = deque(parameter_shapes(model).items())
+    ahead, waiting = deque[tuple[str, Future[NDArray[np.float32]]]](), 0
+    with ThreadPoolExecutor(host.threads() or 1) as pool:
+        while left or ahead:
+            while left and (not ahead or waiting < MOST_WAITING):
+                name, shape = left.popleft()
+                ahead.append((name, pool.submit(_initial, model, seed, name, shape)))
+                waiting += math.prod(shape)
+            name, drawn = ahead.popleft()
+            value = drawn.result()
+            waiting -= value.size
+            yield name, value
 
 
 def _initial(model: ModelConfig, seed: int, name: str, shape: Shape) -> NDArray[np.float32]:

@@ -114,9 +114,9 @@ class Decoder(Layer):
 
     def set_weights(self, weights: Weights) -> dict[str, Array]:
         """Returns every parameter at the value given for its name."""
-        given, shapes = {name: jnp.asarray(value) for name, value in weights}, parameter_shapes(self.config)
-        assert {name: value.shape for name, value in given.items()} == shapes
-        return {name: given[name] for name in shapes}
+        params = {name: jnp.asarray(value) for name, value in weights}
+        assert {name: value.shape for name, value in params.items()} == parameter_shapes(self.config)
+        return params
 
 
 class Block(Layer):

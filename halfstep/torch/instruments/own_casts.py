@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from halfstep.torch.instruments.collect.patches import Patches
 from halfstep.torch.instruments.collect.tensors import is_narrow
 
-_PASS_ON = {__name__, "halfstep.torch.instruments.noise", "halfstep.torch.instruments.collect.patches"} | {
-    f"halfstep.torch.convert.functions.{name}" for name in ("mode", "custom", "entry")
+_PASS_ON = {__name__, "halfstep.torch.instruments.noise"} | {
+    *(f"halfstep.torch.instruments.collect.{name}" for name in ("patches", "guard")),
+    *(f"halfstep.torch.convert.functions.{name}" for name in ("mode", "custom", "entry")),
 }
 _OF_TORCH = ("aten", "prims", "c10d", "_c10d_functional", "fsdp")
 

@@ -129,8 +129,7 @@ class Layout:
     def lay_out(self, model: ModelConfig, weights: Weights) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Yields the tensors of a file, by their names there: what `sources` and `Source.extract` read back."""
         sources, parts = self.sources(model), dict[str, list[NDArray[np.float32]]]()
-        places = {name: place for place, name in enumerate(sources)}  # q, k and v in the order of their thirds
-        for ours, numbers in sorted(weights, key=lambda named: places[named[0]]):
+        for ours, numbers in weights:  # q, k and v come in the order of their thirds
             parts.setdefault(sources[ours].name, []).append(numbers.T if sources[ours].transposed else numbers)
         for name, pieces in parts.items():
             numbers = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=-1)

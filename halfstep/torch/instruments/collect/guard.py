@@ -70,6 +70,16 @@ class Guard:
         return guarded
 
 
+class Unguarded(Guard):
+    """Keeps nothing away: errors are raised."""
+
+    def call(self, around: Callable[..., Any], original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    def hook(self, function: Callable[..., None]) -> Callable[..., None]:
+        return function
+
+
 def describe(error: Exception) -> str:
     """Returns an error in a line, with the place that raised it."""
     frames = traceback.extract_tb(error.__traceback__)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
-from halfstep.torch.instruments.collect.guard import Guard
+from halfstep.torch.instruments.collect.guard import Guard, Unguarded
 
 Around = Callable[..., Any]
 
@@ -16,8 +16,7 @@ class Patches:
     """What was replaced, and by whom: `undo` puts everything back, the last first."""
 
     def __init__(self, guard: Guard | None = None) -> None:
-        """What a guard keeps from the script is otherwise raised."""
-        self.guard = guard
+        self.guard = guard or Unguarded()
         self._undo: list[Callable[[], None]] = []
         self._running: set[Around] = set()
 
@@ -28,18 +27,17 @@ class Patches:
         it never traces the call. With `outermost`, calls inside a call of the same `around` go to the original: a
         method of a subclass calls the one it overrides.
         """
-        original, guard = getattr(owner, name), self.guard
-        call = guard.call if guard else _call
+        original = getattr(owner, name)
 
         @wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or around in self._running or (guard and guard.failure is not None):
+            if torch.compiler.is_compiling() or around in self._running or self.guard.failure is not None:
                 return original(*args, **kwargs)
             if not outermost:
-                return call(around, original, args, kwargs)
+                return self.guard.call(around, original, args, kwargs)
             self._running.add(around)
             try:
-                return call(around, original, args, kwargs)
+                return self.guard.call(around, original, args, kwargs)
             finally:
                 self._running.discard(around)
 
@@ -69,10 +67,6 @@ class Patches:
         """Puts everything back."""
         while self._undo:
             self._undo.pop()()
-
-
-def _call(around: Around, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    return around(original, *args, **kwargs)
 
 
 def is_watched(function: Any) -> bool:
