@@ -74,9 +74,11 @@ class Unguarded(Guard):
     """Keeps nothing away: errors are raised."""
 
     def call(self, around: Callable[..., Any], original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Returns what `around` returns."""
         return around(original, *args, **kwargs)
 
     def hook(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Returns the hook."""
         return function
 
 
