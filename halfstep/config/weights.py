@@ -28,7 +28,7 @@ from halfstep.core.philox import tensor_id
 from halfstep.core.policy import Policy
 from halfstep.core.state_format import OF_BACKEND, OF_POLICY, Stored, convert
 
-# Numbers that are drawn before the caller takes them, 2 GiB: while a thread draws an embedding, others draw layers.
+# Numbers that may wait for the caller, 2 GiB: while one thread draws an embedding, others draw layers.
 MOST_WAITING = 2**29
 
 # Every parameter of a model once, by name, in fp32.
