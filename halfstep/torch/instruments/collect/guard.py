@@ -73,6 +73,10 @@ class Guard:
 class Unguarded(Guard):
     """Keeps nothing away: errors are raised."""
 
+    def fail(self, error: Exception) -> None:
+        """Raises the error."""
+        raise error
+
     def call(self, around: Callable[..., Any], original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Returns what `around` returns."""
         return around(original, *args, **kwargs)

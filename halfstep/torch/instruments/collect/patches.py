@@ -66,7 +66,10 @@ class Patches:
     def undo(self) -> None:
         """Puts everything back."""
         while self._undo:
-            self._undo.pop()()
+            try:
+                self._undo.pop()()
+            except Exception as error:
+                self.guard.fail(error)
 
 
 def is_watched(function: Any) -> bool:
