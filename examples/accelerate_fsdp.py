@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 2 examples/accelerate_fsdp.py --cpu          # without a GPU
 
 The loop is Accelerate's own. docs/integrations.md shows the two lines that differ from a script with
-`mixed_precision=`. Run it again with the same `--out`, on any number of processes, and it goes on from there.
+`mixed_precision=`. Run it again with the same `--out`, on any number of processes, and it resumes from there.
 Weights are random and the data is made here, so that nothing is downloaded.
 """
 

@@ -141,7 +141,7 @@ def _collect(
 
 
 def _tell_failure(failure: str) -> None:
-    print_words(f"the audit itself failed: {failure}", "the script goes on to its own end, unwatched")
+    print_words(f"the audit itself failed: {failure}", "the script continues without it")
 
 
 def _print_for_machines(

@@ -48,7 +48,7 @@ class FirstSteps:
         except Exception as error:  # no error of an audit may end a training
             self._watch.guard.fail(error)
         if (failure := self._watch.guard.failure) is not None:
-            print(f"halfstep audit failed, and the run goes on: {failure}", file=sys.stderr)
+            print(f"the halfstep audit failed, and training continues without it: {failure}", file=sys.stderr)
         print(self.report(), file=sys.stderr)
 
     def report(self) -> str:

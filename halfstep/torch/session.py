@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from importlib import import_module
 from threading import Thread
 from typing import Any
 
@@ -69,6 +70,7 @@ def _compiler_loaded() -> Iterator[None]:
 
 
 def _load_compiler() -> None:
+    import_module("torch._inductor.compile_fx")  # and all that it imports
     from torch._inductor.async_compile import maybe_warm_pool
 
     # What this thread starts inherits its mask. A scheduler sends SIGTERM to every process, the run ends after the

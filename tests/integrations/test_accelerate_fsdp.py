@@ -260,7 +260,7 @@ def jobs_with_dropout():
 
 
 def test_a_run_is_resumed_bit_for_bit_and_no_file_is_a_pickle(ranks, tmp_path):
-    """Each rank draws its own dropout, and gets its random state back; the schedule goes on."""
+    """Each rank draws its own dropout, and gets its random state back; the schedule continues."""
     folder = str(tmp_path / "checkpoint")
     whole, again = ranks(saved, 2, folder), ranks(resumed, 2, folder)
     for (state, losses, end), (same_state, same_losses, same_end) in zip(whole, again, strict=True):

@@ -81,7 +81,7 @@ def test_blocks_that_are_alike_are_compiled_one_by_one(policy, settings, how, wh
     ("true", ("cpu",), 1), ("block", ("cpu",), 1), ("false", ("cpu",), 0), ("true", ("cuda",), 0),
 ])  # fmt: skip
 def test_the_compiler_starts_while_weights_are_drawn(compiles, devices, started, monkeypatch):
-    drawn, pools, set_weights = threading.Event(), [], model.Decoder.set_weights
+    drawn, pools, loaded, set_weights = threading.Event(), [], [], model.Decoder.set_weights
 
     def start_pool():
         assert drawn.wait(60)
@@ -93,9 +93,10 @@ def test_the_compiler_starts_while_weights_are_drawn(compiles, devices, started,
 
     monkeypatch.setattr("halfstep.torch.session.COMPILED_BESIDE", devices)
     monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", start_pool)
+    monkeypatch.setattr("halfstep.torch.session.import_module", loaded.append)
     monkeypatch.setattr(model.Decoder, "set_weights", set_and_say)
     session("bf16-mixed", f"training.compile={compiles}")
-    assert len(pools) == started
+    assert (loaded, len(pools)) == (["torch._inductor.compile_fx"] * started, started)
     assert all(blocked >= {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} for blocked in pools)
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
 

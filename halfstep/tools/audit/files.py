@@ -1,4 +1,4 @@
-"""Files and folders of weights and optimizer state, whoever wrote them, as an audit records them.
+"""Files and folders of weights and optimizer state, of any library, as an audit records them.
 
     model.safetensors, or shards and their index     names and formats of weights
     any other *.safetensors                          an adapter, an optimizer's state, pieces of a model

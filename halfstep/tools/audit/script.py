@@ -45,8 +45,8 @@ def run(
     """Runs a command until each process that trains has made `steps` updates, or until it ends.
 
     What it prints goes to the descriptor `stdout`, by default to ours. `on_words` is called when its Python has
-    printed something for the first time, `on_failure` when the audit itself has failed: the script goes on to its
-    own end.
+    printed something for the first time, `on_failure` when the audit itself has failed: the script then continues
+    without it.
     """
     if not command:
         raise TargetError("there is no command to audit", hint="halfstep audit -- python train.py")

@@ -22,9 +22,13 @@ def _newest(record: Record) -> Iterator[tuple[CheckpointFacts, list[StoredTensor
 
 def _trained(facts: CheckpointFacts, each: StoredTensor) -> str:
     """Returns how it is known that a weight was trained, or nothing."""
-    if any(name.rpartition("/")[0] == each.name for name in facts.moments):
+    if _is_stepped(facts, each):
         return "an optimizer holds moments of it"
     return f"it differs from `{facts.before}`" if each.changed else ""
+
+
+def _is_stepped(facts: CheckpointFacts, each: StoredTensor) -> bool:
+    return any(name.rpartition("/")[0] == each.name for name in facts.moments)
 
 
 def _judged(
@@ -245,7 +249,7 @@ def check_still(rule: Rule, record: Record) -> Iterator[Finding]:
         for each in weights:
             if each.changed != 0 or not moved or (each.kind == "norm" and each.constant in (0.0, 1.0)):
                 continue
-            stepped = any(name.rpartition("/")[0] == each.name for name in facts.moments)
+            stepped = _is_stepped(facts, each)
             narrow = is_narrow(each.format) or each.holds is not None
             is_error = stepped or (narrow and _block(each.name) in moved)
             yield rule.finding(
@@ -281,7 +285,7 @@ def check_small_moves(rule: Rule, record: Record) -> Iterator[Finding]:
             if not each.changed or not is_narrow(each.format) or each.name in masters:
                 continue
             if 2 * each.changed < each.elements and 2 * each.by_one > each.changed and each.elements >= _ENOUGH:
-                stepped = any(name.rpartition("/")[0] == each.name for name in facts.moments)
+                stepped = _is_stepped(facts, each)
                 yield rule.finding(
                     f"{each.elements - each.changed} of the {each.elements} numbers of `{each.name}` "
                     f"({each.format}) are those of `{facts.before}`, and {each.by_one} of the {each.changed} "

@@ -1,6 +1,6 @@
 """Keeps an error of the collector away from the script that it watches.
 
-The first error ends the watching: from then on every hook leaves the call to torch, and the reason is told. What
+The first error is reported and ends the watching: from then on every hook calls torch and does nothing else. What
 the script itself raises passes through, and so does `SystemExit`, by which an audit ends it.
 """
 

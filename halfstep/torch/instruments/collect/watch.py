@@ -126,7 +126,7 @@ class Process:
             self.watch.guard.fail(error)
 
     def note_failure(self, failure: str) -> None:
-        """Notes that the watching has ended; the script goes on without it."""
+        """Notes that the watching has ended; the script continues without it."""
         with suppress(OSError):
             (self.folder / f"unwatched-{os.getpid()}.txt").write_text(failure, encoding="utf-8")
 
