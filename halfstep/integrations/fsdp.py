@@ -145,7 +145,7 @@ def save_state(accelerator: Any, run: Run, folder: str | None) -> str:
         if parts.newest(Path(folder)) is not None:
             raise ArgumentError(
                 f"`{folder}` has a checkpoint already",
-                hint="accelerator.load_state() continues from the newest and counts on; or choose another "
+                hint="accelerator.load_state() continues from the newest, with the next number; or choose another "
                 "project_dir",
             )
     elif folder is None:

@@ -55,9 +55,9 @@ def assert_same_training(
     from halfstep.core.compare.gaps import seed_spread, verdict
 
     chosen = [*seeds]
-    losses = [(float(a(seed)), float(b(seed))) for seed in chosen]
     if len(chosen) < 2:
-        pytest.fail("one seed shows no spread: name at least two, better five", pytrace=False)
+        pytest.fail("fewer than two seeds show no spread: name at least two, better five", pytrace=False)
+    losses = [(float(a(seed)), float(b(seed))) for seed in chosen]
     margin = seed_spread([reference for _, reference in losses]) / 2 if delta is None else delta
     found = verdict([ours - reference for ours, reference in losses], margin)
     if found.kind != "same":

@@ -105,3 +105,8 @@ def test_a_project_of_three_files_uses_it_from_a_wheel(tmp_path):
     )
     assert "1 failed, 2 passed" in done.stdout, done.stdout + done.stderr
     assert re.search(r"HS101 error: project/training\.py:\d+: ", done.stdout)
+
+
+def test_one_seed_is_refused_before_anything_trains():
+    with pytest.raises(pytest.fail.Exception, match="at least two"):
+        assert_same_training(pytest.fail, pytest.fail, seeds=[0])
