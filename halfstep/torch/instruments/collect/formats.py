@@ -184,12 +184,11 @@ class Formats:
                     is_block = has_inner and isinstance(parent, nn.ModuleList | nn.Sequential)
                     self._known[id(module)] = _Known(where, is_layer, is_block)
         # Of all modules at once: a copy of a model, or its file, has none of ours.
-        hooks.on_undo(register_module_forward_pre_hook(self._noting(self._enter_module)).remove)
-        leave = self._noting(self._leave_module)
-        hooks.on_undo(register_module_forward_hook(leave, always_call=True).remove)
+        hooks.hook(register_module_forward_pre_hook, self._noting(self._enter_module))
+        hooks.hook(register_module_forward_hook, self._noting(self._leave_module), always_call=True)
         for name in LOSSES.split():
             hooks.wrap(F, name, partial(self._loss, getattr(F, name)))
-        hooks.on_undo(register_optimizer_step_post_hook(hooks.guard.hook(self._count_step)).remove)
+        hooks.hook(register_optimizer_step_post_hook, hooks.guard.hook(self._count_step))
 
     def unwatch(self) -> None:
         """Removes the hooks on modules."""

@@ -32,8 +32,8 @@ def install(log: TrainingLog, patches: Patches) -> None:
     patches.wrap(torch.autograd, "backward", hooks.backward, outermost=True)
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         patches.wrap_everywhere([torch.nn.utils, torch.nn.utils.clip_grad], name, hooks.clip)
-    patches.on_undo(register_optimizer_step_pre_hook(patches.guard.hook(hooks.before_step)).remove)
-    patches.on_undo(register_optimizer_step_post_hook(patches.guard.hook(hooks.after_step)).remove)
+    patches.hook(register_optimizer_step_pre_hook, patches.guard.hook(hooks.before_step))
+    patches.hook(register_optimizer_step_post_hook, patches.guard.hook(hooks.after_step))
     patches.wrap(Optimizer, "__init__", hooks.init)
     patches.wrap(Optimizer, "zero_grad", hooks.zero_grad, traced=False)  # torch, too, keeps dynamo out of it
     ScalerHooks(log, patches).wrap(GradScaler)

@@ -59,8 +59,12 @@ class Patches:
             self._undo.append(lambda: delattr(owner, name))
         setattr(owner, name, value)
 
+    def hook(self, register: Callable[..., Any], function: Callable[..., Any], **settings: Any) -> None:
+        """Registers a hook with torch."""
+        self._undo.append(register(function, **settings).remove)
+
     def on_undo(self, undo: Callable[[], None]) -> None:
-        """Adds something to undo, such as the removal of a hook."""
+        """Adds something to undo."""
         self._undo.append(undo)
 
     def undo(self) -> None:
