@@ -19,21 +19,7 @@ _MODES = (
 )
 MODES = frozenset(_MODES.split())
 _IN_PLACE = frozenset(
-    [
-        "iadd",
-        "isub",
-        "imul",
-        "itruediv",
-        "ifloordiv",
-        "imod",
-        "ipow",
-        "iand",
-        "ior",
-        "ixor",
-        "imatmul",
-        "setitem",
-        "__setitem__",
-    ]
+    "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor imatmul setitem __setitem__".split()
 )
 
 
