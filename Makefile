@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/$(VENV)/.jax
 PYTEST := -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: train test check check-tests prove prove-changed lint format bench docs site site-serve clean
+.PHONY: train test check check-tests prove prove-changed lint format bench docs site site-serve release clean
 
 # Train a small transformer, in a precision chosen by measurement: `make train`,
 # `make train RECIPE=gpt2 ARGS='--out x'`, `make train BACKEND=jax`.
@@ -70,6 +70,12 @@ site: $(VENV)/.site
 # Show the site while you write; pages load again when their files change.
 site-serve: $(VENV)/.site
 	$(BIN)/zensical serve
+
+# Build what is released, into dist/, and try it in environments that have nothing else.
+release: $(VENV)/.dev
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
+	$(BIN)/python -m pytest -q tests/packaging
 
 clean:
 	rm -rf $(VENV) site
