@@ -1,4 +1,4 @@
-"""The workflows and forms that a forge reads: each command is one that people run, too, and checkers find nothing."""
+"""Workflows and forms: each command is one that people run too, and checkers find nothing."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ def commands():
                     yield pytest.param(step["run"], step.get("env", {}), id=f"{path.stem}: {step['run']}")
 
 
-@pytest.mark.parametrize(("command", "variables"), commands())
+@pytest.mark.parametrize(("command", "variables"), [*commands()])
 def test_every_command_makes_a_target(command, variables):
     program, *words = command.split()
     assert program == "make"
