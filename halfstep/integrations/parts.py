@@ -30,7 +30,6 @@ from halfstep.torch.numerics.shards import local
 from halfstep.torch.parallel.ranks import from_all_ranks, in_group, num_ranks
 from halfstep.torch.run import Run
 from halfstep.torch.state import Copies, restored, rows_here, written
-from halfstep.torch.state import load_weights as load_weights_of
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.parts import save_part
 from halfstep.training.checkpoints.tensors import MANIFEST
@@ -107,9 +106,7 @@ def load(run: Run, path: Path) -> tuple[Any, Mapping[str, Tensor]]:
 def load_weights(run: Run, path: Path) -> None:
     """Loads the weights of what `save` wrote, and nothing else."""
     with same_on_all_ranks():
-        _, tensors = _read(run, path)
-        frozen = {name: local(weight) for name, weight in state.frozen_weights(run).items()}
-        load_weights_of(run, frozen | tensors)
+        state.load_trained(run, _read(run, path)[1])
 
 
 def _read(run: Run, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

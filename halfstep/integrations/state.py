@@ -36,6 +36,7 @@ from halfstep.torch.numerics.shards import is_shard, local
 from halfstep.torch.parallel.ranks import copies
 from halfstep.torch.run import Run
 from halfstep.torch.state import DTYPE_NAMES, restored, stored
+from halfstep.torch.state import load_weights as load_weights_of
 from halfstep.training.checkpoints.tensors import write_tensors
 from halfstep.training.files import PARTIAL, flush, os_errors
 
@@ -84,6 +85,16 @@ def load(run: Run, path: str | Path, *, frozen_later: bool = False) -> None:
     if not frozen_later:
         check_frozen(frozen, table["frozen"], path)
     restore(run, table, tensors | {name: local(weight) for name, weight in frozen.items()})
+
+
+def load_weights(run: Run, path: Path) -> None:
+    """Loads the weights of what `save` wrote, and nothing else."""
+    load_trained(run, _read(path)[1])
+
+
+def load_trained(run: Run, tensors: Mapping[str, Tensor]) -> None:
+    """Loads the trained weights of a state; frozen ones stay as they are."""
+    load_weights_of(run, {name: local(weight) for name, weight in frozen_weights(run).items()} | dict(tensors))
 
 
 def restore(run: Run, table: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
