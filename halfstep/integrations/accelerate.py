@@ -30,7 +30,6 @@ import accelerate
 import torch
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import OPTIMIZER_NAME, SCALER_NAME
 from torch import Tensor, nn
 
 from halfstep.core.arrays.measure import TOKENS
@@ -45,7 +44,7 @@ from halfstep.core.errors import (
 )
 from halfstep.core.policy import Policy
 from halfstep.core.scaling import NoScale
-from halfstep.integrations import fsdp, parts, state
+from halfstep.integrations import fsdp, parts, state, stock
 from halfstep.integrations.refusals import preserve_fp32_matmuls, refuse_precision, refuse_sharding, sharding_error
 from halfstep.torch.numerics.record import record_of, update_record
 from halfstep.torch.optim.adamw import Optimizer
@@ -407,14 +406,14 @@ class Accelerator(accelerate.Accelerator):
     def _load(self, models: list[nn.Module], folder: str) -> None:
         if (run := self._trained_run()) is None:
             return
-        files = [Path(folder) / f"{OPTIMIZER_NAME}{f'_{i}' if i else ''}.bin" for i in range(len(run.optimizers))]
-        if took_over := state.take_over(run, Path(folder), files, SCALER_NAME):
+        if took_over := stock.take_over(run, Path(folder)):
             logger.warning(took_over)
             if run.averages is not None:
                 self._weights.callback(run.averages.restart)
         else:
             state.load(run, Path(folder) / state.NAME, frozen_later=not self.is_fsdp2)
-        if took_over or state.frozen_weights(run):
+        theirs = not stock.has_weights(run, Path(folder)) if took_over else bool(state.frozen_weights(run))
+        if theirs:
             self._weights.enter_context(run.edit())  # while Accelerate loads them
         else:
             models[:] = [m for m in models if self.unwrap_model(m, keep_torch_compile=False) is not run.model]

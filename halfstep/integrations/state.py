@@ -19,7 +19,7 @@ import math
 import os
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from torch import Tensor
 
 from halfstep.config.reading import fits_in_memory, parse_json, read_bytes
 from halfstep.core.errors import StateError, type_name
-from halfstep.core.scaling import DynamicScale
 from halfstep.core.state_format import Stored
 from halfstep.torch.numerics.shards import is_shard, local
 from halfstep.torch.parallel.ranks import copies
@@ -261,15 +260,3 @@ def _digest(text: str, arrays: Mapping[str, Stored]) -> str:
 
 def _damage_error(path: Path, reason: str) -> StateError:
     return StateError(f"`{path}` is damaged: {reason}", hint="restore it, or resume from an earlier checkpoint")
-
-
-def take_over(run: Run, folder: Path, optimizers: Sequence[Path], scaler: str) -> str:
-    """Takes over what a framework saved without a policy, and describes it; empty if that is not what it saved."""
-    if (folder / NAME).exists() or not all(path.exists() for path in optimizers):
-        return ""
-    dynamic = isinstance(run.policy.scale, DynamicScale) and (folder / scaler).exists()
-    states = [torch.load(path, map_location="cpu", weights_only=True) for path in optimizers]
-    taken = run.load_torch_amp(states, torch.load(folder / scaler, weights_only=True) if dynamic else None)
-    start = "" if run.averages is None else "; its averages begin here"
-    taken = taken.replace("\n", ", ")
-    return f"`{folder}` was saved without a policy, and `{run.policy}` continues it: {taken}{start}"

@@ -31,8 +31,6 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.trainer import (
-    OPTIMIZER_NAME,
-    SCALER_NAME,
     SCHEDULER_NAME,
     TRAINER_STATE_NAME,
     TRAINING_ARGS_NAME,
@@ -45,7 +43,7 @@ from halfstep.core.arrays.measure import TOKENS
 from halfstep.core.errors import AutocastError, ParallelError, StateError
 from halfstep.core.formats import FP32, Format
 from halfstep.core.policy import Policy, as_policy, read
-from halfstep.integrations import fsdp, parts, state
+from halfstep.integrations import fsdp, parts, state, stock
 from halfstep.integrations.accelerate import Accelerator, run_of
 from halfstep.integrations.first_steps import FirstSteps
 from halfstep.integrations.refusals import preserve_fp32_matmuls, refuse_precision, refuse_sharding
@@ -261,7 +259,7 @@ class PolicyMixin:
             facts, self._random_states = parts.load(self.run, saved)
             self.lr_scheduler.load_state_dict(facts["scheduler"])
             return
-        if took_over := state.take_over(self.run, folder, [folder / OPTIMIZER_NAME], SCALER_NAME):
+        if took_over := stock.take_over(self.run, folder):
             logger.warning(took_over)
         else:
             state.load(self.run, folder / state.NAME)
@@ -282,8 +280,12 @@ class PolicyMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *given: Any, **options: Any) -> None:
         folder = Path(resume_from_checkpoint)
-        if self.accelerator.is_fsdp2 or (folder / state.NAME).is_file() or parts.newest(folder) is not None:
-            return  # the run's state has the weights
+        if (
+            (folder / state.NAME).is_file()
+            or parts.newest(folder) is not None
+            or stock.has_weights(self.run, folder)
+        ):
+            return  # loaded with the run's state
         with self._whole_masters():
             super()._load_from_checkpoint(resume_from_checkpoint, *given, **options)  # type: ignore[misc]
 

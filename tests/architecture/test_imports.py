@@ -60,6 +60,7 @@ ROOMS = {
     "integrations": [
         {"state", "refusals", "first_steps", "testing"},
         {"parts"},
+        {"stock"},
         {"fsdp"},
         {"accelerate"},
         {"transformers", "lightning"},
