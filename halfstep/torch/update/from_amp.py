@@ -20,7 +20,7 @@ from halfstep.core.errors import ScaleStateError, StateError
 from halfstep.core.formats import FP32
 from halfstep.core.scaling import DynamicScale, ScaleState
 from halfstep.torch.numerics.dtypes import dtype_of
-from halfstep.torch.numerics.shards import is_shard, local, shard_like, shard_rows
+from halfstep.torch.numerics.shards import is_shard, shard_like, shard_rows
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import held_by, is_moment, label
 from halfstep.torch.update.parts import RunParts
@@ -133,20 +133,18 @@ def _write_state(
                 steps = max(steps, int(value))
                 state[key] = torch.tensor(float(value), device=p.device if on_device else "cpu")
             elif isinstance(value, Tensor):
-                here = _rows_here(p, value)
                 moments = dtype_of(run.conversion.moments.get(run.masters.names[p], FP32))
-                dtype = moments if is_moment(local(p), here) else value.dtype
-                here = here.to(p.device, dtype, copy=True)
-                state[key] = shard_like(p, here) if is_shard(p) and value.shape == p.shape else here
+                dtype = moments if is_moment(p, value) else value.dtype
+                state[key] = _spread_as(p, value).to(p.device, dtype, copy=True)
         optimizer.state[p] = state
     return steps
 
 
-def _rows_here(parameter: Tensor, value: Tensor) -> Tensor:
-    """Returns the rows of a piece of state that this rank has of its parameter; all of it, of a whole one."""
+def _spread_as(parameter: Tensor, value: Tensor) -> Tensor:
+    """Returns a piece of state as its parameter is held: of a sharded one, the rows of this rank."""
     if is_shard(parameter) and not is_shard(value) and value.shape == parameter.shape:
-        return value[slice(*shard_rows(parameter)[:2])]
-    return local(value)
+        return shard_like(parameter, value[slice(*shard_rows(parameter)[:2])])
+    return value
 
 
 def _read_scale(run: RunParts, scaler: State) -> ScaleState:

@@ -238,7 +238,7 @@ def _read_dcp(folder: Path, *, strict: bool) -> dict[str, tuple[tuple[Any, ...],
             found[name] = tuple(paths.get(name, (name,))), value
         return found
     except pickle.UnpicklingError as error:
-        raise WeightsFileError(f"`{folder / METADATA}` cannot be read without running its code: {error}") from None
+        raise _code_error(folder / METADATA, error) from None
     except (AttributeError, ValueError, TypeError, KeyError, EOFError, OSError) as error:
         raise WeightsFileError(
             f"`{folder / METADATA}` is torn or damaged: {error}", hint="write it again"
