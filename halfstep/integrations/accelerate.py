@@ -148,6 +148,7 @@ class Accelerator(accelerate.Accelerator):
         if model is not None:
             inner = self.unwrap_model(model, keep_torch_compile=False)
             if run_of(inner) is None:
+                fsdp.check_parameters(inner)
                 self._begin_run(inner)
                 if self.state.fsdp_plugin.activation_checkpointing:
                     fsdp.checkpoint_layers(self, inner)
@@ -402,17 +403,23 @@ class Accelerator(accelerate.Accelerator):
         saves = self.is_local_main_process if everywhere else self.is_main_process
         if saves and not self.is_fsdp2 and (run := self._trained_run()) is not None:
             state.save(run, Path(folder) / state.NAME)
+        for place, model in enumerate(models):
+            if any(state.scales_of(model)):  # it is loaded again from where it was, and never from here
+                held = {name for name, p in model.named_parameters() if p.requires_grad}
+                weights[place] = {name: tensor for name, tensor in weights[place].items() if name in held}
 
     def _load(self, models: list[nn.Module], folder: str) -> None:
         if (run := self._trained_run()) is None:
             return
         if took_over := stock.take_over(run, Path(folder)):
             logger.warning(took_over)
+            theirs = not stock.has_weights(run, Path(folder))
             if run.averages is not None:
                 self._weights.callback(run.averages.restart)
         else:
-            state.load(run, Path(folder) / state.NAME, frozen_later=not self.is_fsdp2)
-        theirs = not stock.has_weights(run, Path(folder)) if took_over else bool(state.frozen_weights(run))
+            whole = not self.is_fsdp2 and not any(state.scales_of(run.model))  # what Accelerate has saved
+            state.load(run, Path(folder) / state.NAME, frozen_later=whole)
+            theirs = whole and bool(state.frozen_weights(run))
         if theirs:
             self._weights.enter_context(run.edit())  # while Accelerate loads them
         else:

@@ -56,7 +56,7 @@ def save(run: Run, folder: Path, facts: Mapping[str, Any]) -> Path:
     `facts` are plain values, tensors and arrays, in lists, tuples and dictionaries; those of rank 0 are written.
     """
     here, frozen = rank(), state.frozen_weights(run)
-    sums = state.sums_of_bytes(frozen)
+    sums = state.sums_of_frozen(run)
     with same_on_all_ranks():
         given, added = run.state_dict(), dict[str, Tensor]()
         tensors, rows = written(run)
@@ -96,7 +96,7 @@ def load(run: Run, path: Path) -> tuple[Any, Mapping[str, Tensor]]:
         own = {n.removeprefix(mine): t for n, t in own.items() if n.startswith(mine)} or _random_states(_rng(run))
         tensors |= {name: own[name] for name in own.keys() & {"rng.cpu", "rng.cuda"}}
         frozen = {n: p for n, p in state.frozen_weights(run).items() if n in table["frozen"]}
-    state.check_frozen(frozen, table["frozen"], path)
+    state.check_frozen(run, table["frozen"], path)
     with same_on_all_ranks():
         state.restore(run, table, tensors | {name: local(weight) for name, weight in frozen.items()})
     restore_random_states(own, run.device)

@@ -43,7 +43,7 @@ from halfstep.core.arrays.measure import TOKENS
 from halfstep.core.errors import AutocastError, ParallelError, StateError
 from halfstep.core.formats import FP32, Format
 from halfstep.core.policy import Policy, as_policy, read
-from halfstep.integrations import fsdp, parts, state, stock
+from halfstep.integrations import adapters, fsdp, parts, state, stock
 from halfstep.integrations.accelerate import Accelerator, run_of
 from halfstep.integrations.first_steps import FirstSteps
 from halfstep.integrations.refusals import preserve_fp32_matmuls, refuse_precision, refuse_sharding
@@ -118,6 +118,7 @@ class PolicyMixin:
     ) -> None:
         self._policy, self._export = split_export(policy)
         self._ema, self._tokens = ema, tokens
+        self._base: Mapping[str, int] = {}  # of adapters, as saved beside them
         self._random_states: Mapping[str, Tensor] | None = None  # of the checkpoint that training resumes from
         super().__init__(*given, **options)
 
@@ -205,11 +206,14 @@ class PolicyMixin:
         """Saves the model; of one whose checkpoints are in shards alone, the whole when you call it."""
         if self.accelerator.is_fsdp2 and not _internal_call:
             self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        run = run_of(self._unwrapped())
+        if run is not None and hasattr(run.model, "peft_config"):
+            self._base = adapters.base_of(run)
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         folder = Path(output_dir or self.args.output_dir)
-        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        model = self._unwrapped()
         with self._whole_masters():
             super()._save(str(folder), self._in_export_format(model, state_dict))  # type: ignore[misc]
         if isinstance(model, transformers.PreTrainedModel) and not hasattr(model, "peft_config"):
@@ -217,6 +221,8 @@ class PolicyMixin:
             if model.config.dtype != dtype:  # of the parameters, which stay masters
                 model.config.dtype = dtype
                 model.config.save_pretrained(folder)
+        if self._base:
+            adapters.write_base(folder, self._base)
         # Nothing reads this pickle.
         (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
         write_whole(folder / "training_args.json", self.args.to_json_string().encode())
@@ -299,10 +305,13 @@ class PolicyMixin:
             with self._whole_masters():
                 super()._load_best_model()  # type: ignore[misc]
 
+    def _unwrapped(self) -> nn.Module:
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)  # type: ignore[no-any-return]
+
     def _whole_masters(self) -> ExitStack:
         """Inside, the model's parameters are its fp32 masters, in whatever form the policy holds them."""
         stack = ExitStack()
-        if (run := run_of(self.accelerator.unwrap_model(self.model, keep_torch_compile=False))) is not None:
+        if (run := run_of(self._unwrapped())) is not None:
             stack.enter_context(run.edit())
         return stack
 

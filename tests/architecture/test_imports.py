@@ -59,7 +59,7 @@ ROOMS = {
     ],
     "integrations": [
         {"state", "refusals", "first_steps", "testing"},
-        {"parts"},
+        {"parts", "adapters"},
         {"stock"},
         {"fsdp"},
         {"accelerate"},
