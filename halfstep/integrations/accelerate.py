@@ -22,7 +22,7 @@ One model is trained per Accelerator; those that are prepared without an optimiz
 import inspect
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -203,9 +203,7 @@ class Accelerator(accelerate.Accelerator):
         if any(each not in run.optimizers for each in optimizers):
             if run.optimizers:
                 self._runs.remove(run)
-                model = run.unprepare()
-                run = prepare(model, self.policy, **self._options)
-                update_record(model, prepared=run)
+                run = self._begin_run(run.unprepare())
                 self._runs.append(run)
             run.attach(optimizers)
         for each in wrapped:
@@ -345,10 +343,7 @@ class Accelerator(accelerate.Accelerator):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Returns the state dictionary of a model, its masters in fp32 whatever form they are held in."""
-        run = run_of(self.unwrap_model(model, keep_torch_compile=False))
-        with ExitStack() as stack:
-            if run is not None:
-                stack.enter_context(run.edit())
+        with masters_of(self.unwrap_model(model, keep_torch_compile=False)):
             return super().get_state_dict(model, unwrap=unwrap)  # type: ignore[no-any-return]
 
     def save_state(self, *args: Any, **options: Any) -> Any:
@@ -478,3 +473,9 @@ def run_of(model: nn.Module) -> Run | None:
     """Returns the run of a model that an Accelerator of ours has prepared, if it still is."""
     run = record_of(model).prepared
     return run if isinstance(run, Run) and run.model is model else None  # a copy of the model shares its record
+
+
+def masters_of(model: nn.Module) -> AbstractContextManager[None]:
+    """Inside, a model's parameters are its fp32 masters, in whatever form the policy holds them."""
+    run = run_of(model)
+    return nullcontext() if run is None else run.edit()

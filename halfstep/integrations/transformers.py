@@ -21,7 +21,6 @@ Logging, callbacks, schedulers, evaluation, `generate`, `save_pretrained` and `t
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ from halfstep.core.errors import AutocastError, ParallelError, StateError
 from halfstep.core.formats import FP32, Format
 from halfstep.core.policy import Policy, as_policy, read
 from halfstep.integrations import adapters, fsdp, parts, state, stock
-from halfstep.integrations.accelerate import Accelerator, run_of
+from halfstep.integrations.accelerate import Accelerator, masters_of, run_of
 from halfstep.integrations.first_steps import FirstSteps
 from halfstep.integrations.refusals import preserve_fp32_matmuls, refuse_precision, refuse_sharding
 from halfstep.torch.numerics.dtypes import dtype_of
@@ -147,14 +146,9 @@ class PolicyMixin:
                     hint=f"set {name}=False (TRL's configurations have bf16=True by default): {instead} says it; "
                     "or drop policy= to leave precision to Trainer",
                 )
-        if getattr(self.args, "deepspeed", None):
-            raise ParallelError(
-                "TrainingArguments(deepspeed=...) beside policy= is not implemented: DeepSpeed keeps parameters "
-                "and gradients in its own form",
-                hint="drop deepspeed and train on one device, with DDP or with fsdp=True; or drop policy=",
-            )
         refuse_precision()
-        refuse_sharding({"parallelism_config": getattr(self.args, "parallelism_config", None)})
+        given = {"deepspeed_plugin": "deepspeed", "parallelism_config": "parallelism_config"}
+        refuse_sharding({theirs: getattr(self.args, name, None) or None for theirs, name in given.items()})
         if self.args.n_gpu > 1:
             raise ParallelError(
                 f"Trainer would copy the model to {self.args.n_gpu} GPUs in every step (DataParallel), and copies "
@@ -214,7 +208,7 @@ class PolicyMixin:
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         folder = Path(output_dir or self.args.output_dir)
         model = self._unwrapped()
-        with self._whole_masters():
+        with masters_of(model):
             super()._save(str(folder), self._in_export_format(model, state_dict))  # type: ignore[misc]
         if isinstance(model, transformers.PreTrainedModel) and not hasattr(model, "peft_config"):
             dtype = str(dtype_of(self._export)).removeprefix("torch.")
@@ -286,13 +280,10 @@ class PolicyMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *given: Any, **options: Any) -> None:
         folder = Path(resume_from_checkpoint)
-        if (
-            (folder / state.NAME).is_file()
-            or parts.newest(folder) is not None
-            or stock.has_weights(self.run, folder)
-        ):
-            return  # loaded with the run's state
-        with self._whole_masters():
+        ours = (folder / state.NAME).is_file() or parts.newest(folder) is not None
+        if self.accelerator.is_fsdp2 or ours or stock.fsdp_weights(folder) is not None:
+            return  # they are loaded with the state of the run or of its optimizers
+        with masters_of(self._unwrapped()):
             super()._load_from_checkpoint(resume_from_checkpoint, *given, **options)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
@@ -302,18 +293,11 @@ class PolicyMixin:
         elif (folder / state.NAME).is_file():
             state.load_weights(self.run, folder / state.NAME)
         else:  # save_only_model
-            with self._whole_masters():
+            with masters_of(self._unwrapped()):
                 super()._load_best_model()  # type: ignore[misc]
 
     def _unwrapped(self) -> nn.Module:
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)  # type: ignore[no-any-return]
-
-    def _whole_masters(self) -> ExitStack:
-        """Inside, the model's parameters are its fp32 masters, in whatever form the policy holds them."""
-        stack = ExitStack()
-        if (run := run_of(self._unwrapped())) is not None:
-            stack.enter_context(run.edit())
-        return stack
 
     def summary(self) -> str:
         """Describes what the policy does to the model, and what Trainer adds."""

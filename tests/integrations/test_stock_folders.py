@@ -125,6 +125,7 @@ class Stock(transformers.Trainer):
 def trained(folder, kind, state_dict_type, resume=None, policy="fp32"):
     sharded.forget()
     given = {"fsdp": True, "fsdp_config": {"state_dict_type": state_dict_type}, "ddp_backend": "gloo"}
+    given = given if state_dict_type else {"max_steps": 4}
     changes = {"save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 1, **given}
     trainer = test_transformers.make(folder, policy, kind, **changes)
     trainer.model.model.layers[0].self_attn.attention_dropout = 0.0
@@ -134,12 +135,17 @@ def trained(folder, kind, state_dict_type, resume=None, policy="fp32"):
 
 @pytest.mark.prove
 @pytest.mark.parametrize("kind", [SHARDED, FULL], ids=NAMES.get)
-def test_a_checkpoint_of_trainer_is_continued(ranks, kind, tmp_path):
+def test_a_checkpoint_of_trainer_is_continued_by_ranks_and_by_one_process(ranks, kind, tmp_path, monkeypatch):
     stock = ranks(trained, 2, str(tmp_path), Stock, kind)
     ours = ranks(trained, 2, str(tmp_path), test_transformers.Trainer, kind, str(tmp_path / "checkpoint-2"))
     for (class_name, losses), (same_class, continued_losses) in zip(stock, ours, strict=True):
         assert class_name == same_class == "FSDPLlamaForCausalLM"
         assert continued_losses == pytest.approx(losses, rel=BOUNDS["fp32"])
+    monkeypatch.delenv("RANK", raising=False)
+    _, alone = trained(tmp_path, test_transformers.Trainer, None, str(tmp_path / "checkpoint-2"))
+    # One process makes an update of half the batch; the first two losses are the checkpoint's own.
+    assert alone[:2] == stock[0][1][:2]
+    assert alone[2] == pytest.approx(stock[0][1][2], rel=0.1)
 
 
 # -- what is refused

@@ -243,7 +243,7 @@ def test_settings_beside_the_policy_are_refused(changes, said, hint, tmp_path):
 def test_deepspeed_and_a_launched_precision_are_refused(tmp_path, monkeypatch):
     given = arguments(tmp_path)
     given.deepspeed = {"zero_optimization": {"stage": 2}}
-    with refuses(HalfstepError, "DeepSpeed", "drop deepspeed"):
+    with refuses(HalfstepError, "DeepSpeed", "with FSDP2"):
         Trainer(net(), given, train_dataset=DATA, policy="bf16-mixed")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     with refuses(HalfstepError, "launched with mixed_precision bf16"):
