@@ -109,6 +109,26 @@ def test_one_process_and_four_ranks_continue_what_two_saved(ranks, kind, tmp_pat
     assert same_by_name(averages, {name: at_save[name] for name in averages})
 
 
+def given_whole(policy):
+    """A sharded run that is given the whole state of an optimizer, by name; returns moments, whole again."""
+    made = sharded.begin(policy)
+    run, model = made[0].run, jobs.net()
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.05)
+    sharded.loss_of(model, torch.arange(32).reshape(2, 16)).backward()
+    optimizer.step()
+    run.load_torch_amp(optimizer.state_dict())
+    wanted = {name: optimizer.state[p]["exp_avg"] for name, p in model.named_parameters()}
+    found = {name: whole(run.optimizers[0].state[p]["exp_avg"]) for p, name in run.masters.names.items()}
+    return same_by_name(found, wanted), [loss for loss, _ in sharded.train(made, 1)]
+
+
+@pytest.mark.prove
+def test_the_whole_state_of_an_optimizer_is_spread_over_ranks(ranks):
+    for same, losses in ranks(given_whole, 2, "fp32"):
+        assert same
+        assert torch.tensor(losses).isfinite().all()
+
+
 # -- Trainer
 
 
@@ -180,6 +200,10 @@ def plant_in_the_scale(folder, planted):
     torch.save({"scale": planted}, folder / "scaler.pt")
 
 
+def plant_in_random_states(folder, planted):
+    torch.save({"step": planted, "random_state": planted}, folder / "random_states_0.pkl")
+
+
 PLANTS = [plant_in_metadata, plant_in_a_rate, plant_in_weights, plant_in_the_scale]
 
 
@@ -234,6 +258,15 @@ def test_a_pickle_that_names_code_is_refused_by_that_name_and_runs_nothing(plant
     plant(folder, Planted(marker))
     with refuses(HalfstepError, r"without running its code: it names `posix\.system`"):
         loads(folder)
+    assert not marker.exists()
+
+
+def test_random_states_that_accelerate_reads_itself_run_nothing(folder_of_one, tmp_path):
+    """It passes over those that it cannot read."""
+    marker, folder = tmp_path / "ran", tmp_path / "folder"
+    shutil.copytree(folder_of_one, folder)
+    plant_in_random_states(folder, Planted(marker))
+    loads(folder)
     assert not marker.exists()
 
 
