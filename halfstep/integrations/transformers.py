@@ -173,7 +173,7 @@ class PolicyMixin:
         stock = compute.__func__ is transformers.Trainer.compute_loss
         seen = return_outputs or self.compute_loss_func is not None or self.label_smoother is not None
         if seen or not stock or not hasattr(model, "_orig_mod"):
-            return compute(model, inputs, return_outputs, num_items_in_batch)
+            return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         if self._loss_alone is None or self._loss_alone.compiled is not model:
             self._loss_alone = _LossAlone(model, self.accelerator.unwrap_model(model, keep_torch_compile=False))
         with self._loss_alone:
