@@ -41,6 +41,7 @@ MODULES = {
     "mlx": ("halfstep.mlx", "How a policy runs on MLX."),
     "accelerate": ("halfstep.integrations.accelerate", "Accelerate with `policy=`."),
     "transformers": ("halfstep.integrations.transformers", "transformers.Trainer with `policy=`."),
+    "adapters": ("halfstep.integrations.adapters", "Adapters of PEFT, merged into their own base or not at all."),
     "lightning": ("halfstep.integrations.lightning", "Lightning's Trainer and Fabric under a policy."),
 }
 API = {
@@ -73,6 +74,7 @@ API = {
     ],
     "halfstep.integrations.accelerate": ["Accelerator"],
     "halfstep.integrations.transformers": ["Trainer", "PolicyMixin", "AuditCallback"],
+    "halfstep.integrations.adapters": ["merge"],
     "halfstep.integrations.lightning": ["HalfstepPrecision", "Fabric", "AuditCallback"],
 }
 # The methods a page shows, of the classes whose methods a user calls; None is every public one.

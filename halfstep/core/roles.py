@@ -133,7 +133,7 @@ ROLES: dict[str, Role] = {
         in_rules=False,
     ),
     "export": Role(
-        "what `halfstep export` writes a finished model in; checkpoints are never rounded",
+        "what `halfstep export`, and Trainer's `save_model`, write a model in; checkpoints are never rounded",
         Format,
         _HALF,
         "libraries that read models read these",

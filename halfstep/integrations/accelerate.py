@@ -22,7 +22,7 @@ One model is trained per Accelerator; those that are prepared without an optimiz
 import inspect
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ import accelerate
 import torch
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import OPTIMIZER_NAME, SCALER_NAME
 from torch import Tensor, nn
 
 from halfstep.core.arrays.measure import TOKENS
@@ -45,7 +44,7 @@ from halfstep.core.errors import (
 )
 from halfstep.core.policy import Policy
 from halfstep.core.scaling import NoScale
-from halfstep.integrations import fsdp, parts, state
+from halfstep.integrations import fsdp, parts, state, stock
 from halfstep.integrations.refusals import preserve_fp32_matmuls, refuse_precision, refuse_sharding, sharding_error
 from halfstep.torch.numerics.record import record_of, update_record
 from halfstep.torch.optim.adamw import Optimizer
@@ -149,6 +148,7 @@ class Accelerator(accelerate.Accelerator):
         if model is not None:
             inner = self.unwrap_model(model, keep_torch_compile=False)
             if run_of(inner) is None:
+                fsdp.check_parameters(inner)
                 self._begin_run(inner)
                 if self.state.fsdp_plugin.activation_checkpointing:
                     fsdp.checkpoint_layers(self, inner)
@@ -203,9 +203,7 @@ class Accelerator(accelerate.Accelerator):
         if any(each not in run.optimizers for each in optimizers):
             if run.optimizers:
                 self._runs.remove(run)
-                model = run.unprepare()
-                run = prepare(model, self.policy, **self._options)
-                update_record(model, prepared=run)
+                run = self._begin_run(run.unprepare())
                 self._runs.append(run)
             run.attach(optimizers)
         for each in wrapped:
@@ -345,10 +343,7 @@ class Accelerator(accelerate.Accelerator):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Returns the state dictionary of a model, its masters in fp32 whatever form they are held in."""
-        run = run_of(self.unwrap_model(model, keep_torch_compile=False))
-        with ExitStack() as stack:
-            if run is not None:
-                stack.enter_context(run.edit())
+        with masters_of(self.unwrap_model(model, keep_torch_compile=False)):
             return super().get_state_dict(model, unwrap=unwrap)  # type: ignore[no-any-return]
 
     def save_state(self, *args: Any, **options: Any) -> Any:
@@ -403,18 +398,24 @@ class Accelerator(accelerate.Accelerator):
         saves = self.is_local_main_process if everywhere else self.is_main_process
         if saves and not self.is_fsdp2 and (run := self._trained_run()) is not None:
             state.save(run, Path(folder) / state.NAME)
+        for place, model in enumerate(models):
+            if any(state.scales_of(model)):  # it is loaded again from where it was, and never from here
+                held = {name for name, p in model.named_parameters() if p.requires_grad}
+                weights[place] = {name: tensor for name, tensor in weights[place].items() if name in held}
 
     def _load(self, models: list[nn.Module], folder: str) -> None:
         if (run := self._trained_run()) is None:
             return
-        files = [Path(folder) / f"{OPTIMIZER_NAME}{f'_{i}' if i else ''}.bin" for i in range(len(run.optimizers))]
-        if took_over := state.take_over(run, Path(folder), files, SCALER_NAME):
+        if took_over := stock.take_over(run, Path(folder)):
             logger.warning(took_over)
+            theirs = not stock.has_weights(run, Path(folder))
             if run.averages is not None:
                 self._weights.callback(run.averages.restart)
         else:
-            state.load(run, Path(folder) / state.NAME, frozen_later=not self.is_fsdp2)
-        if took_over or state.frozen_weights(run):
+            whole = not self.is_fsdp2 and not any(state.scales_of(run.model))  # what Accelerate has saved
+            state.load(run, Path(folder) / state.NAME, frozen_later=whole)
+            theirs = whole and bool(state.frozen_weights(run))
+        if theirs:
             self._weights.enter_context(run.edit())  # while Accelerate loads them
         else:
             models[:] = [m for m in models if self.unwrap_model(m, keep_torch_compile=False) is not run.model]
@@ -472,3 +473,9 @@ def run_of(model: nn.Module) -> Run | None:
     """Returns the run of a model that an Accelerator of ours has prepared, if it still is."""
     run = record_of(model).prepared
     return run if isinstance(run, Run) and run.model is model else None  # a copy of the model shares its record
+
+
+def masters_of(model: nn.Module) -> AbstractContextManager[None]:
+    """Inside, a model's parameters are its fp32 masters, in whatever form the policy holds them."""
+    run = run_of(model)
+    return nullcontext() if run is None else run.edit()

@@ -85,6 +85,18 @@ def _check(plugin: FullyShardedDataParallelPlugin) -> None:
         )
 
 
+def check_parameters(model: nn.Module) -> None:
+    """Refuses a base in 4 bits that Accelerate would leave whole on each rank."""
+    for name, p in model.named_parameters():
+        if not p.is_floating_point():
+            raise ParallelError(
+                f"`{name}` is held in {p.dtype}, and FSDP2 shards floating-point weights alone: Accelerate would "
+                "leave it whole on each rank",
+                hint="BitsAndBytesConfig(bnb_4bit_quant_storage=torch.bfloat16) holds the same 4 bits in a dtype "
+                "that is sharded",
+            )
+
+
 def use_on_cpus(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin | None) -> None:
     """Has processes on CPUs shard, too: there Accelerate ignores its plugin, and trains by DDP without a word."""
     if plugin is not None and state.distributed_type == DistributedType.MULTI_CPU:

@@ -30,7 +30,6 @@ from halfstep.torch.numerics.shards import local
 from halfstep.torch.parallel.ranks import from_all_ranks, in_group, num_ranks
 from halfstep.torch.run import Run
 from halfstep.torch.state import Copies, restored, rows_here, written
-from halfstep.torch.state import load_weights as load_weights_of
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.parts import save_part
 from halfstep.training.checkpoints.tensors import MANIFEST
@@ -57,7 +56,7 @@ def save(run: Run, folder: Path, facts: Mapping[str, Any]) -> Path:
     `facts` are plain values, tensors and arrays, in lists, tuples and dictionaries; those of rank 0 are written.
     """
     here, frozen = rank(), state.frozen_weights(run)
-    sums = state.sums_of_bytes(frozen)
+    sums = state.sums_of_frozen(run)
     with same_on_all_ranks():
         given, added = run.state_dict(), dict[str, Tensor]()
         tensors, rows = written(run)
@@ -97,7 +96,7 @@ def load(run: Run, path: Path) -> tuple[Any, Mapping[str, Tensor]]:
         own = {n.removeprefix(mine): t for n, t in own.items() if n.startswith(mine)} or _random_states(_rng(run))
         tensors |= {name: own[name] for name in own.keys() & {"rng.cpu", "rng.cuda"}}
         frozen = {n: p for n, p in state.frozen_weights(run).items() if n in table["frozen"]}
-    state.check_frozen(frozen, table["frozen"], path)
+    state.check_frozen(run, table["frozen"], path)
     with same_on_all_ranks():
         state.restore(run, table, tensors | {name: local(weight) for name, weight in frozen.items()})
     restore_random_states(own, run.device)
@@ -107,9 +106,7 @@ def load(run: Run, path: Path) -> tuple[Any, Mapping[str, Tensor]]:
 def load_weights(run: Run, path: Path) -> None:
     """Loads the weights of what `save` wrote, and nothing else."""
     with same_on_all_ranks():
-        _, tensors = _read(run, path)
-        frozen = {name: local(weight) for name, weight in state.frozen_weights(run).items()}
-        load_weights_of(run, frozen | tensors)
+        state.load_trained(run, _read(run, path)[1])
 
 
 def _read(run: Run, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

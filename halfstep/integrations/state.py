@@ -19,23 +19,23 @@ import math
 import os
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep.config.reading import fits_in_memory, parse_json, read_bytes
 from halfstep.core.errors import StateError, type_name
-from halfstep.core.scaling import DynamicScale
 from halfstep.core.state_format import Stored
 from halfstep.torch.numerics.shards import is_shard, local
 from halfstep.torch.parallel.ranks import copies
 from halfstep.torch.run import Run
 from halfstep.torch.state import DTYPE_NAMES, restored, stored
+from halfstep.torch.state import load_weights as load_weights_of
 from halfstep.training.checkpoints.tensors import write_tensors
 from halfstep.training.files import PARTIAL, flush, os_errors
 
@@ -55,7 +55,7 @@ def save(run: Run, path: str | Path) -> None:
     state, frozen = run.state_dict(), frozen_weights(run)
     tensors = {name: tensor for name, tensor in state["tensors"].items() if name not in frozen}
     table = {"format": FORMAT, **{key: state[key] for key in ("policy", "optimizers", "numbers")}}
-    table["frozen"] = sums_of_bytes(frozen)
+    table["frozen"] = sums_of_frozen(run)
     table["groups"] = encode(state["groups"], "group", tensors)
     table["numbers"] = encode(state["numbers"], "number", tensors)
     text = json.dumps(table, sort_keys=True)
@@ -82,8 +82,18 @@ def load(run: Run, path: str | Path, *, frozen_later: bool = False) -> None:
     table, tensors = _read(path)
     frozen = {name: weight for name, weight in frozen_weights(run).items() if name in table["frozen"]}
     if not frozen_later:
-        check_frozen(frozen, table["frozen"], path)
+        check_frozen(run, table["frozen"], path)
     restore(run, table, tensors | {name: local(weight) for name, weight in frozen.items()})
+
+
+def load_weights(run: Run, path: Path) -> None:
+    """Loads the weights of what `save` wrote, and nothing else."""
+    load_trained(run, _read(path)[1])
+
+
+def load_trained(run: Run, tensors: Mapping[str, Tensor]) -> None:
+    """Loads the trained weights of a state; frozen ones stay as they are."""
+    load_weights_of(run, {name: local(weight) for name, weight in frozen_weights(run).items()} | dict(tensors))
 
 
 def restore(run: Run, table: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -104,15 +114,38 @@ def frozen_weights(run: Run) -> dict[str, Tensor]:
     return {f"model.{name}": p for p, name in named if not p.requires_grad and run.masters.is_whole(p)}
 
 
-def check_frozen(weights: Mapping[str, Tensor], sums: Mapping[str, int], path: Path) -> None:
+def check_frozen(run: Run, sums: Mapping[str, int], path: Path) -> None:
     """Refuses frozen weights that are not those of the run that was saved; all ranks that share them call it."""
-    for name, total in sums_of_bytes(weights).items():
+    for name, total in sums_of_frozen(run).items():
         if total != sums.get(name, total):
             raise StateError(
                 f"the frozen weight `{name.removeprefix('model.')}` is not the one that `{path}` was saved beside",
                 hint="load the weights that the run began with, such as the base of its adapters, before the "
                 "model is prepared",
             )
+
+
+def sums_of_frozen(run: Run) -> dict[str, int]:
+    """Returns what tells frozen weights from others: sums of their bytes, and of what scales those in 4 bits."""
+    scales = {f"model.{name}": total for name, total in sums_of_scales(run.model).items()}
+    return sums_of_bytes(frozen_weights(run)) | scales
+
+
+def sums_of_scales(model: nn.Module) -> dict[str, int]:
+    """Returns sums of what bitsandbytes holds beside codes of 4 bits: scales, and how they are meant."""
+    return {
+        f"{name}.quant_state": sum(map(_sum_of_bytes, scales.as_dict(packed=True).values()))
+        for name, scales in scales_of(model)
+    }
+
+
+def scales_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields the names of weights that bitsandbytes holds in 4 bits, with its `QuantState` of each."""
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        # FSDP's parameter is a plain one: the layer still has it.
+        if (scales := getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)) is not None:
+            yield f"{name}.weight", scales
 
 
 def sums_of_bytes(weights: Mapping[str, Tensor]) -> dict[str, int]:
@@ -250,15 +283,3 @@ def _digest(text: str, arrays: Mapping[str, Stored]) -> str:
 
 def _damage_error(path: Path, reason: str) -> StateError:
     return StateError(f"`{path}` is damaged: {reason}", hint="restore it, or resume from an earlier checkpoint")
-
-
-def take_over(run: Run, folder: Path, optimizers: Sequence[Path], scaler: str) -> str:
-    """Takes over what a framework saved without a policy, and describes it; empty if that is not what it saved."""
-    if (folder / NAME).exists() or not all(path.exists() for path in optimizers):
-        return ""
-    dynamic = isinstance(run.policy.scale, DynamicScale) and (folder / scaler).exists()
-    states = [torch.load(path, map_location="cpu", weights_only=True) for path in optimizers]
-    taken = run.load_torch_amp(states, torch.load(folder / scaler, weights_only=True) if dynamic else None)
-    start = "" if run.averages is None else "; its averages begin here"
-    taken = taken.replace("\n", ", ")
-    return f"`{folder}` was saved without a policy, and `{run.policy}` continues it: {taken}{start}"

@@ -9,8 +9,9 @@
 
 Everything in Trainer passes through its accelerator, so that one gets the policy (accelerate.py): the update,
 clipping by `max_grad_norm`, skips, and micro-batches, whose losses Trainer has divided already. The rest of this
-file is the state: one halfstep.safetensors in each `checkpoint-N`, and weights saved from the fp32 masters. Under
-FSDP2 it is the rows of each rank (parts.py), with the scheduler and random states.
+file is the state: one halfstep.safetensors in each `checkpoint-N`, or under FSDP2 the rows of each rank (parts.py)
+with the scheduler and random states. Both have the masters, so the weights beside them, for `from_pretrained`, are
+in the format that the policy's `export` says, and config.json names it.
 
 Collators make an attention mask though nothing is padded, and compiled code cannot read that it is all ones, so
 attention would keep a mask (torch/convert/hugging_face.py). Trainer moves batches itself here, not its data
@@ -20,7 +21,7 @@ Logging, callbacks, schedulers, evaluation, `generate`, `save_pretrained` and `t
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +29,26 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import (
+    SCHEDULER_NAME,
+    TRAINER_STATE_NAME,
+    TRAINING_ARGS_NAME,
+)
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from halfstep.config.reading import parse_json, read_bytes
 from halfstep.core.arrays.measure import TOKENS
-from halfstep.core.errors import AutocastError, ParallelError
-from halfstep.core.policy import Policy
-from halfstep.integrations import fsdp, parts, state
-from halfstep.integrations.accelerate import Accelerator, run_of
+from halfstep.core.errors import AutocastError, ParallelError, StateError
+from halfstep.core.formats import FP32, Format
+from halfstep.core.policy import Policy, as_policy, read
+from halfstep.integrations import adapters, fsdp, parts, state, stock
+from halfstep.integrations.accelerate import Accelerator, masters_of, run_of
 from halfstep.integrations.first_steps import FirstSteps
 from halfstep.integrations.refusals import preserve_fp32_matmuls, refuse_precision, refuse_sharding
+from halfstep.torch.numerics.dtypes import dtype_of
 from halfstep.torch.run import Run
+from halfstep.training.files import write_whole
 
 logger = logging.get_logger("transformers.trainer")
 # Settings of TrainingArguments that would cast beside the policy, and what says it instead.
@@ -110,7 +118,9 @@ class PolicyMixin:
     def __init__(
         self, *given: Any, policy: Policy | str, ema: float = 0.0, tokens: int = TOKENS, **options: Any
     ) -> None:
-        self._policy, self._ema, self._tokens = policy, ema, tokens
+        self._policy, self._export = split_export(policy)
+        self._ema, self._tokens = ema, tokens
+        self._base: Mapping[str, int] = {}  # of adapters, as saved beside them
         self._random_states: Mapping[str, Tensor] | None = None  # of the checkpoint that training resumes from
         super().__init__(*given, **options)
 
@@ -139,14 +149,9 @@ class PolicyMixin:
                     hint=f"set {name}=False (TRL's configurations have bf16=True by default): {instead} says it; "
                     "or drop policy= to leave precision to Trainer",
                 )
-        if getattr(self.args, "deepspeed", None):
-            raise ParallelError(
-                "TrainingArguments(deepspeed=...) beside policy= is not implemented: DeepSpeed keeps parameters "
-                "and gradients in its own form",
-                hint="drop deepspeed and train on one device, with DDP or with fsdp=True; or drop policy=",
-            )
         refuse_precision()
-        refuse_sharding({"parallelism_config": getattr(self.args, "parallelism_config", None)})
+        given = {"deepspeed_plugin": "deepspeed", "parallelism_config": "parallelism_config"}
+        refuse_sharding({theirs: getattr(self.args, name, None) or None for theirs, name in given.items()})
         if self.args.n_gpu > 1:
             raise ParallelError(
                 f"Trainer would copy the model to {self.args.n_gpu} GPUs in every step (DataParallel), and copies "
@@ -168,7 +173,7 @@ class PolicyMixin:
         stock = compute.__func__ is transformers.Trainer.compute_loss
         seen = return_outputs or self.compute_loss_func is not None or self.label_smoother is not None
         if seen or not stock or not hasattr(model, "_orig_mod"):
-            return compute(model, inputs, return_outputs, num_items_in_batch)
+            return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         if self._loss_alone is None or self._loss_alone.compiled is not model:
             self._loss_alone = _LossAlone(model, self.accelerator.unwrap_model(model, keep_torch_compile=False))
         with self._loss_alone:
@@ -212,11 +217,49 @@ class PolicyMixin:
         """Saves the model; of one whose checkpoints are in shards alone, the whole when you call it."""
         if self.accelerator.is_fsdp2 and not _internal_call:
             self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        run = run_of(self._unwrapped())
+        if run is not None and hasattr(run.model, "peft_config"):
+            self._base = adapters.base_of(run)
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
-    def _save(self, *given: Any, **options: Any) -> None:
-        with self._whole_masters():
-            super()._save(*given, **options)  # type: ignore[misc]
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        folder = Path(output_dir or self.args.output_dir)
+        model = self._unwrapped()
+        with masters_of(model):
+            super()._save(str(folder), self._in_export_format(model, state_dict))  # type: ignore[misc]
+        if isinstance(model, transformers.PreTrainedModel) and not hasattr(model, "peft_config"):
+            dtype = str(dtype_of(self._export)).removeprefix("torch.")
+            if model.config.dtype != dtype:  # of the parameters, which stay masters
+                model.config.dtype = dtype
+                model.config.save_pretrained(folder)
+        if self._base:
+            adapters.write_base(folder, self._base)
+        # Nothing reads this pickle.
+        (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+        write_whole(folder / "training_args.json", self.args.to_json_string().encode())
+
+    def _in_export_format(self, model: nn.Module, state_dict: dict[str, Any] | None) -> dict[str, Any]:
+        """Returns the state dictionary to write; weights in another format are cast to it, on the CPU.
+
+        Of a model with adapters only those are written, so its base is not cast.
+        """
+        dtype, casts = dtype_of(self._export), dict[int, Tensor]()
+        found = dict(model.state_dict() if state_dict is None else state_dict)
+        for name, p in model.named_parameters(remove_duplicate=False):
+            is_written = p.requires_grad or not hasattr(model, "peft_config")
+            weight = found.get(name)
+            if weight is None or not is_written or not p.is_floating_point() or weight.dtype == dtype:
+                continue
+            key = weight.data_ptr()  # tied weights stay tied
+            if key not in casts:
+                casts[key] = weight.to("cpu", dtype)
+                if not casts[key].isfinite().all() and weight.isfinite().all():
+                    raise StateError(
+                        f"`{name}` has a weight beyond the largest number of {self._export}",
+                        hint="leave `export` out of the policy: weights are then saved in fp32",
+                    )
+            found[name] = casts[key]
+        return found
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.accelerator.is_fsdp2:
@@ -233,7 +276,7 @@ class PolicyMixin:
             facts, self._random_states = parts.load(self.run, saved)
             self.lr_scheduler.load_state_dict(facts["scheduler"])
             return
-        if took_over := state.take_over(self.run, folder, [folder / OPTIMIZER_NAME], SCALER_NAME):
+        if took_over := stock.take_over(self.run, folder):
             logger.warning(took_over)
         else:
             state.load(self.run, folder / state.NAME)
@@ -253,24 +296,25 @@ class PolicyMixin:
             parts.restore_random_states(self._random_states, self.run.device)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *given: Any, **options: Any) -> None:
-        if self.accelerator.is_fsdp2 or parts.newest(Path(resume_from_checkpoint)) is not None:
-            return  # the run's state has the weights
-        with self._whole_masters():
+        folder = Path(resume_from_checkpoint)
+        ours = (folder / state.NAME).is_file() or parts.newest(folder) is not None
+        if self.accelerator.is_fsdp2 or ours or stock.fsdp_weights(folder) is not None:
+            return  # they are loaded with the state of the run or of its optimizers
+        with masters_of(self._unwrapped()):
             super()._load_from_checkpoint(resume_from_checkpoint, *given, **options)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
-        if (best := parts.newest(Path(self.state.best_model_checkpoint))) is not None:
+        folder = Path(self.state.best_model_checkpoint)
+        if (best := parts.newest(folder)) is not None:
             parts.load_weights(self.run, best)
-            return
-        with self._whole_masters():
-            super()._load_best_model()  # type: ignore[misc]
+        elif (folder / state.NAME).is_file():
+            state.load_weights(self.run, folder / state.NAME)
+        else:  # save_only_model
+            with masters_of(self._unwrapped()):
+                super()._load_best_model()  # type: ignore[misc]
 
-    def _whole_masters(self) -> ExitStack:
-        """Inside, the model's parameters are its fp32 masters, in whatever form the policy holds them."""
-        stack = ExitStack()
-        if (run := run_of(self.accelerator.unwrap_model(self.model, keep_torch_compile=False))) is not None:
-            stack.enter_context(run.edit())
-        return stack
+    def _unwrapped(self) -> nn.Module:
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)  # type: ignore[no-any-return]
 
     def summary(self) -> str:
         """Describes what the policy does to the model, and what Trainer adds."""
@@ -282,6 +326,16 @@ class PolicyMixin:
                 "does neither"
             )
         return "\n".join(lines)
+
+
+def split_export(policy: Policy | str) -> tuple[Policy | str, Format]:
+    """Returns a policy as a run takes it, and the format that it says models are saved in."""
+    if isinstance(policy, str) and read(policy).base == "auto":
+        return policy, FP32
+    given = as_policy(policy)
+    if given.export in (FP32, given.param.format):
+        return policy, given.export
+    return replace(given, export=FP32), given.export
 
 
 class _LossAlone:

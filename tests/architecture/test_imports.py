@@ -59,7 +59,8 @@ ROOMS = {
     ],
     "integrations": [
         {"state", "refusals", "first_steps", "testing"},
-        {"parts"},
+        {"parts", "adapters"},
+        {"stock"},
         {"fsdp"},
         {"accelerate"},
         {"transformers", "lightning"},

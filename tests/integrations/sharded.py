@@ -3,11 +3,13 @@
 import os
 from collections import Counter
 
+import accelerate
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from halfstep.integrations import fsdp
 from halfstep.integrations.accelerate import Accelerator
 from halfstep.torch.state import state_of
 from tests.accelerate_state import reset
@@ -54,6 +56,18 @@ def begin(policy="bf16-mixed", *, model=jobs.net, optimizer="fused", **options):
     made = accelerator(policy, **options)
     model = model()
     optimizer = jobs.OPTIMIZERS[optimizer](model.parameters())
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [6], 0.5)  # two a step
+    return made, *made.prepare(model, optimizer, scheduler)
+
+
+def begin_stock(kind, *, dtype=torch.float32, weight_decay=0.01):
+    """Without a policy: what Accelerate itself prepares, under FSDP2 or, if `kind` is None, DDP."""
+    forget()
+    plugin = None if kind is None else FullyShardedDataParallelPlugin(**SETTINGS, state_dict_type=kind)
+    made = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin)
+    fsdp.use_on_cpus(made.state, plugin)
+    model = jobs.net().to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=weight_decay)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [6], 0.5)  # two a step
     return made, *made.prepare(model, optimizer, scheduler)
 

@@ -291,6 +291,20 @@ def test_another_number_of_ranks_loads_the_same_weights_and_moments(ranks, tmp_p
         assert same_by_name(found, state)
 
 
+def narrow_moments(folder):
+    """Moments in bf16, of torch's own optimizer, and whether they resume bit for bit."""
+    policy = {"policy": "bf16-mixed,moments=bf16"}
+    state, losses, end = saved(folder, **policy)
+    same_state, same_losses, same_end = resumed(folder, **policy)
+    same = losses == same_losses and same_by_name(state, same_state) and same_by_name(end, same_end)
+    return {t.dtype for name, t in state.items() if name.endswith(("exp_avg", "exp_avg_sq"))}, same
+
+
+@pytest.mark.prove
+def test_sharded_moments_are_held_as_the_policy_says(ranks, tmp_path):
+    assert ranks(narrow_moments, 2, str(tmp_path)) == [({torch.bfloat16}, True)] * 2
+
+
 @pytest.mark.prove
 def test_four_ranks_load_what_two_saved(ranks, tmp_path):
     state = ranks(saved, 2, str(tmp_path))[0][0]

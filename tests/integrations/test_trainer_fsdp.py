@@ -79,7 +79,7 @@ def test_shards_learn_as_replicas(ranks, policy, tmp_path):
 
 def whole_then_resumed(folder):
     """Trains and is resumed from the newest whole checkpoint; returns both ends, and what is in the folder."""
-    given = {**SHARDED, **SAVES, "dropout": 0.1, "max_steps": 4}
+    given = {**SHARDED, **SAVES, "dropout": 0.1, "max_steps": 4, "policy": "bf16-mixed,export=bf16"}
     first = trained(folder, **given)
     left = Path(folder) / "checkpoint-4"
     if jobs.rank_and_ranks()[0] == 0:
@@ -90,6 +90,7 @@ def whole_then_resumed(folder):
 
 
 def test_trainer_resumes_bit_for_bit_from_the_newest_whole_checkpoint(ranks, tmp_path):
+    """Though the weights beside a run's state are rounded, for others to load."""
     for (losses, weights, _), (same_losses, same_weights, are_shards) in ranks(
         whole_then_resumed, 2, str(tmp_path)
     ):
@@ -99,6 +100,7 @@ def test_trainer_resumes_bit_for_bit_from_the_newest_whole_checkpoint(ranks, tmp
     files = sorted(str(file.relative_to(tmp_path)) for file in (tmp_path / "checkpoint-2").rglob("*-of-*"))
     parts = [f"checkpoint-2/step-000002/state-0000{rank}-of-00002.safetensors" for rank in (1, 2)]
     assert files == parts
+    test_transformers.assert_in_format(weights, torch.bfloat16, tmp_path / "checkpoint-4")
 
 
 @pytest.mark.prove

@@ -1,11 +1,13 @@
 """transformers.Trainer under a policy: the updates of a run, its checkpoints, evaluation, skips and refusals."""
 
 import copy
+import json
 import math
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch._dynamo.backends.registry import _COMPILER_FNS, lookup_backend
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
@@ -106,6 +108,55 @@ def test_weights_are_saved_from_the_masters_and_load_anywhere(tmp_path):
     assert next(loaded.parameters()).dtype == torch.float32
 
 
+# What a model is loaded in, which of its weights are frozen, and what the policy says of models that leave.
+@pytest.mark.parametrize("loaded", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("policy", ["bf16-mixed,export=bf16", "bf16-mixed", "bf16-true", f"{SPLIT},export=fp16"])
+def test_saved_weights_and_config_are_in_the_policys_export_format(loaded, policy, tmp_path):
+    wanted = {"bf16-mixed": torch.float32, f"{SPLIT},export=fp16": torch.float16}.get(policy, torch.bfloat16)
+    model = net(tie_word_embeddings=True).to(loaded)
+    model.model.layers[0].mlp.requires_grad_(False)
+    args = arguments(tmp_path, save_strategy="steps", save_steps=4)
+    trainer = Trainer(model, args, train_dataset=DATA, policy=policy)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "out"))
+    assert_in_format(trainer.run.weights(), wanted, tmp_path / "out", tmp_path / "checkpoint-4")
+
+
+def assert_in_format(weights, wanted, *folders):
+    """Whether weights were rounded once to a format that the configuration names, and no pickle holds settings."""
+    for folder in folders:
+        assert json.loads((folder / "config.json").read_text())["dtype"] == str(wanted).removeprefix("torch.")
+        assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {wanted}
+        loaded = LlamaForCausalLM.from_pretrained(folder, dtype="auto")
+        assert same_by_name(dict(loaded.named_parameters()), {n: w.to(wanted) for n, w in weights.items()})
+        assert not (folder / "training_args.bin").exists()
+        assert json.loads((folder / "training_args.json").read_text())["max_steps"] == 4
+
+
+def test_a_run_whose_models_are_rounded_resumes_bit_for_bit_and_loads_the_best_masters(tmp_path):
+    every = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    whole = make(tmp_path, "bf16-mixed,export=bf16", **every, **best)
+    whole.train()
+    reset()
+    resumed = make(tmp_path, "bf16-mixed", **every, **best)  # another export is no other policy
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert losses(resumed) == losses(whole)
+    assert resumed.state.best_model_checkpoint.endswith("checkpoint-2")
+    masters = load_file(tmp_path / "checkpoint-2" / state.NAME)
+    for weights in (whole.run.weights(), resumed.run.weights()):
+        assert same_by_name(weights, {name: masters[f"model.{name}"] for name in weights})
+
+
+def test_a_weight_that_the_export_format_cannot_hold_is_refused(tmp_path):
+    trainer = make(tmp_path, "bf16-mixed,export=fp16", max_steps=1)
+    trainer.train()
+    with torch.no_grad():
+        trainer.model.lm_head.weight[0, 0] = 70000.0
+    with refuses(HalfstepError, "`lm_head.weight` has a weight beyond", "leave `export` out"):
+        trainer.save_model(str(tmp_path / "out"))
+
+
 def test_evaluation_prediction_and_generation_work_before_during_and_after_training(tmp_path):
     written = []
 
@@ -193,7 +244,7 @@ def test_settings_beside_the_policy_are_refused(changes, said, hint, tmp_path):
 def test_deepspeed_and_a_launched_precision_are_refused(tmp_path, monkeypatch):
     given = arguments(tmp_path)
     given.deepspeed = {"zero_optimization": {"stage": 2}}
-    with refuses(HalfstepError, "DeepSpeed", "drop deepspeed"):
+    with refuses(HalfstepError, "DeepSpeed", "with FSDP2"):
         Trainer(net(), given, train_dataset=DATA, policy="bf16-mixed")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     with refuses(HalfstepError, "launched with mixed_precision bf16"):

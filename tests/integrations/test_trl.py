@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -113,7 +114,7 @@ def sharded_sft(folder, lora, dtype):
     found = []
     for resume in (None, f"{folder}/checkpoint-2"):
         sharded.forget()
-        trainer = make(folder, "bf16-mixed", lora, dtype, **SHARDED)
+        trainer = make(folder, "bf16-mixed,export=bf16", lora, dtype, **SHARDED)
         trainer.train(resume_from_checkpoint=resume)
         masters = {name: jobs.whole_tensor(p) for p, name in trainer.run.masters.names.items()}
         found.append((losses(trainer), masters))
@@ -133,7 +134,8 @@ def test_sft_shards_learns_as_on_one_device_and_resumes_bit_for_bit(ranks, lora,
         assert all(torch.equal(same[name], w) for name, w in masters.items())
         frozen = {(DTensor, torch.bfloat16, False)} if lora else set()
         assert held == {(DTensor, torch.float32, True), *frozen}  # masters are fp32; a base stays as it was loaded
-    assert (folder / "out" / ("adapter_model.safetensors" if lora else "model.safetensors")).is_file()
+    written = load_file(folder / "out" / ("adapter_model.safetensors" if lora else "model.safetensors"))
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
     if lora:  # the rows of adapters and of their moments; the base is not written
         trained = sum(p.nbytes for p in alone.model.parameters() if p.requires_grad)
         parts = sum(file.stat().st_size for file in (folder / "checkpoint-2/step-000002").glob("*.safetensors"))

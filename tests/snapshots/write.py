@@ -26,6 +26,7 @@ PACKAGES = {
     # These have no __all__, because they export what docs/integrations.md names.
     "halfstep.integrations.accelerate": ["Accelerator"],
     "halfstep.integrations.transformers": ["Trainer", "PolicyMixin", "AuditCallback"],
+    "halfstep.integrations.adapters": ["merge"],
     "halfstep.integrations.lightning": ["HalfstepPrecision", "Fabric", "AuditCallback"],
 }
 SMALL = ["model.context=16", "model.layers=1", "model.width=16", "model.heads=2", "training.batch=2",

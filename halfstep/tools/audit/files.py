@@ -22,7 +22,7 @@ import numpy as np
 
 from halfstep.core.audit.record import CheckpointFacts, Record, StoredTensor, weight_kind
 from halfstep.core.errors import HalfstepError, TargetError
-from halfstep.tools.audit.disk import (
+from halfstep.training.weights.disk import (
     DiskTensor,
     Numbers,
     comparable,
@@ -32,7 +32,7 @@ from halfstep.tools.audit.disk import (
     safetensor,
     value_of,
 )
-from halfstep.tools.audit.pickled import METADATA, read_dcp, read_torch
+from halfstep.training.weights.pickled import METADATA, read_dcp, read_torch
 from halfstep.training.weights.safetensors import INDEX, SINGLE, open_file, open_folder, read_json
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")

@@ -27,12 +27,12 @@ from halfstep.core.errors import ConfigError, HalfstepError
 from halfstep.core.policy import Policy, read
 from halfstep.core.roles import Operand, Param
 from halfstep.core.rules import Resolved
-from halfstep.tools.audit.disk import FORMATS, DiskTensor, safetensor
 from halfstep.tools.audit.files import Contents
 from halfstep.training.checkpoints import checkpoint
 from halfstep.training.checkpoints.tensors import CheckpointError, DamagedCheckpointError
 from halfstep.training.paths import CHECKPOINTS, CONFIG, EVENTS
 from halfstep.training.telemetry.events import EventsError, stream_events
+from halfstep.training.weights.disk import FORMATS, DiskTensor, safetensor
 from halfstep.training.weights.safetensors import open_file
 
 CHOICES = ("fp32", "bf16-mixed", "fp16-mixed")  # what `auto` chooses among, by measuring

@@ -38,6 +38,7 @@ from halfstep.torch.convert.known_packages import refuse_wrapped_optimizer
 from halfstep.torch.convert.resolve import ModelPolicy
 from halfstep.torch.kernels import reachable
 from halfstep.torch.numerics.dtypes import dtype_of
+from halfstep.torch.numerics.shards import is_shard
 from halfstep.torch.numerics.split.operand import values_of
 from halfstep.torch.optim.adamw import Grads, Optimizer, is_plain, readable
 from halfstep.torch.optim.masters import Masters
@@ -312,7 +313,7 @@ class GradNorm:
 
 def is_moment(parameter: Tensor, value: Any) -> bool:
     """Whether a piece of state has the moments format: floating point, and one value per number."""
-    plain = isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter)
+    plain = isinstance(value, Tensor) and (type(value) in (Tensor, nn.Parameter) or is_shard(value))
     return plain and value.is_floating_point() and value.ndim > 0 and value.shape == parameter.shape
 
 

@@ -20,6 +20,7 @@ from halfstep.core.errors import ScaleStateError, StateError
 from halfstep.core.formats import FP32
 from halfstep.core.scaling import DynamicScale, ScaleState
 from halfstep.torch.numerics.dtypes import dtype_of
+from halfstep.torch.numerics.shards import is_shard, shard_like, shard_rows
 from halfstep.torch.optim.adamw import Optimizer
 from halfstep.torch.optim.drivers import held_by, is_moment, label
 from halfstep.torch.update.parts import RunParts
@@ -131,14 +132,19 @@ def _write_state(
             if key == "step":
                 steps = max(steps, int(value))
                 state[key] = torch.tensor(float(value), device=p.device if on_device else "cpu")
-            elif is_moment(p, value):
-                state[key] = value.to(
-                    p.device, dtype_of(run.conversion.moments.get(run.masters.names[p], FP32)), copy=True
-                )
             elif isinstance(value, Tensor):
-                state[key] = value.to(p.device, copy=True)
+                moments = dtype_of(run.conversion.moments.get(run.masters.names[p], FP32))
+                dtype = moments if is_moment(p, value) else value.dtype
+                state[key] = _spread_as(p, value).to(p.device, dtype, copy=True)
         optimizer.state[p] = state
     return steps
+
+
+def _spread_as(parameter: Tensor, value: Tensor) -> Tensor:
+    """Returns a piece of state as its parameter is held: of a sharded one, the rows of this rank."""
+    if is_shard(parameter) and not is_shard(value) and value.shape == parameter.shape:
+        return shard_like(parameter, value[slice(*shard_rows(parameter)[:2])])
+    return value
 
 
 def _read_scale(run: RunParts, scaler: State) -> ScaleState:

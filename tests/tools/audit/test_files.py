@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 from halfstep.core.audit.engine import check
 from halfstep.core.errors import HalfstepError
 from halfstep.core.state_format import Stored
-from halfstep.tools.audit import disk
-from halfstep.tools.audit.disk import DiskTensor, Span, differences, numbers_of
 from halfstep.tools.audit.targets import collect
 from halfstep.training.checkpoints import checkpoint
+from halfstep.training.weights import disk
+from halfstep.training.weights.disk import DiskTensor, Span, differences, numbers_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NORM, UP, EMBED, HEAD = "layers.0.norm.weight", "layers.0.up.weight", "embed_tokens.weight", "lm_head.weight"

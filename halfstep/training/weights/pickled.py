@@ -5,7 +5,8 @@
 
 A pickle is a program that names functions and calls them. Here it can call nothing: the few names that describe
 tensors mean functions of this file, and any other name means `Unknown`, which does nothing with what it is given.
-Tensors become the ranges of bytes that hold them.
+`strict` refuses any other name: what is loaded must be all there, while an audit may pass over what it cannot
+read. Tensors become the ranges of bytes that hold them.
 """
 
 import io
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.config.reading import MOST_TABLE, open_regular, read_bytes
-from halfstep.tools.audit.disk import FORMATS, DiskTensor, Span
+from halfstep.training.weights.disk import FORMATS, DiskTensor, Span
 from halfstep.training.weights.safetensors import WeightsFileError
 
 METADATA = ".metadata"
@@ -64,12 +65,14 @@ def _tensor(storage: Any, offset: int, shape: Any, strides: Any, *_: Any, dtype:
     dtype = dtype or storage.dtype
     width, shape = _WIDTHS.get(dtype, 0), tuple(shape)
     reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    dense = math.prod(shape) == reach + 1  # in whatever order: numbers are counted, not their places
+    dense = math.prod(shape) == reach + 1
+    rows = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    in_order = all(stride == row for size, stride, row in zip(shape, strides, rows, strict=True) if size > 1)
     span = storage.span
     if span is None or not dense or (offset + reach + 1) * width > span.size:
         return DiskTensor(FORMATS.get(dtype, dtype), shape, ())
     held = Span(span.file, span.offset + offset * width, math.prod(shape) * width)
-    return DiskTensor(FORMATS.get(dtype, dtype), shape, (held,))
+    return DiskTensor(FORMATS.get(dtype, dtype), shape, (held,), in_order)
 
 
 def _tensor_v3(storage: Any, offset: int, shape: Any, strides: Any, _: Any, __: Any, dtype: Any, *___: Any) -> Any:
@@ -89,10 +92,17 @@ _KNOWN: dict[tuple[str, str], Any] = {
 }
 
 
+# What describes a folder of torch.distributed.checkpoint beside its tensors; each is an `Unknown`.
+_DESCRIBES = {
+    "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem", "torch.serialization",
+    "pathlib",
+}  # fmt: skip
+
+
 class _Reader(pickle.Unpickler):
-    def __init__(self, content: bytes, storage: Callable[[str, str], Span | None]):
+    def __init__(self, content: bytes, storage: Callable[[str, str], Span | None], strict: bool):
         super().__init__(io.BytesIO(content))
-        self._storage = storage
+        self._storage, self._strict = storage, strict
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _KNOWN:
@@ -101,6 +111,8 @@ class _Reader(pickle.Unpickler):
             return name
         if module in ("torch", "torch.storage") and name in _STORAGES:
             return _STORAGES[name]
+        if self._strict and module not in _DESCRIBES:
+            raise pickle.UnpicklingError(f"it names `{module}.{name}`")
         return type(name, (Unknown,), {})
 
     def persistent_load(self, pid: Any) -> Any:
@@ -109,7 +121,7 @@ class _Reader(pickle.Unpickler):
         return _Storage(dtype, self._storage(str(key), dtype))
 
 
-def read_torch(file: Path) -> Any:
+def read_torch(file: Path, *, strict: bool = False) -> Any:
     """Returns what a file of torch holds: plain data, with each tensor as the bytes that hold it."""
     try:
         with open_regular(file) as opened:
@@ -118,12 +130,12 @@ def read_torch(file: Path) -> Any:
                     f"`{file}` is torn or damaged, or not a file of torch 1.6 or later",
                     hint="write it again, with `torch.save` or as safetensors",
                 )
-            return _read_zip(opened, file, 0)
+            return _read_zip(opened, file, 0, strict)
     except OSError as error:
         raise WeightsFileError(f"`{file}` cannot be read: {error.strerror or error}") from None
 
 
-def _read_zip(opened: Any, file: Path, base: int) -> Any:
+def _read_zip(opened: Any, file: Path, base: int, strict: bool) -> Any:
     try:
         with zipfile.ZipFile(opened) as archive:
             entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
@@ -139,11 +151,18 @@ def _read_zip(opened: Any, file: Path, base: int) -> Any:
                 return None
             return Span(file, base + _begin(opened, entry.header_offset), entry.file_size)
 
-        return _Reader(content, storage).load()
+        return _Reader(content, storage, strict).load()
     except (zipfile.BadZipFile, KeyError, ValueError, TypeError, EOFError, struct.error) as error:
         raise WeightsFileError(f"`{file}` is torn or damaged: {error}", hint="write it again") from None
     except (pickle.UnpicklingError, AttributeError, IndexError, RecursionError) as error:
-        raise WeightsFileError(f"`{file}` cannot be read without running its code: {error}") from None
+        raise _code_error(file, error) from None
+
+
+def _code_error(file: Path, error: Exception) -> WeightsFileError:
+    return WeightsFileError(
+        f"`{file}` cannot be read without running its code: {error}",
+        hint="fetch or write it again, from somewhere you trust; tensors and plain values are read",
+    )
 
 
 def _begin(opened: Any, header: int) -> int:
@@ -185,32 +204,63 @@ class _Slice(io.RawIOBase):
 
 def read_dcp(folder: Path) -> dict[str, DiskTensor]:
     """Returns the tensors of a folder of torch.distributed.checkpoint, each with its pieces in order."""
+    return {name: value for name, (_, value) in _read_dcp(folder, strict=False).items() if value is not None}
+
+
+def read_saved(folder: Path) -> dict[Any, Any]:
+    """Returns what torch.distributed.checkpoint was given to save, nested as it was; lists as {place: value}."""
+    found: dict[Any, Any] = {}
+    for parents, value in _read_dcp(folder, strict=True).values():
+        place = found
+        for parent in parents[:-1]:
+            place = place.setdefault(parent, {})
+        place[parents[-1]] = value
+    return found
+
+
+def _read_dcp(folder: Path, *, strict: bool) -> dict[str, tuple[tuple[Any, ...], Any]]:
+    """Returns each name with the path to it and its value, which of anything but a tensor is read if `strict`."""
     try:
-        metadata = _Reader(read_bytes(folder / METADATA, MOST_TABLE), lambda key, dtype: None).load()
+        metadata = _Reader(read_bytes(folder / METADATA, MOST_TABLE), lambda key, dtype: None, strict).load()
         described: Mapping[str, Any] = metadata.state_dict_metadata
         places: dict[str, list[Any]] = {}
         for index, info in metadata.storage_data.items():
             places.setdefault(index.fqn, []).append((tuple(getattr(index, "offset", None) or ()), info))
-        return {
-            name: _dcp_tensor(folder, each, sorted(places.get(name, []), key=lambda place: place[0]))
-            for name, each in described.items()
-            if hasattr(each, "properties")
-        }
-    except (pickle.UnpicklingError, AttributeError, ValueError, TypeError, KeyError, EOFError, OSError) as error:
+        paths = getattr(metadata, "planner_data", None) or {}
+        found = dict[str, tuple[tuple[Any, ...], Any]]()
+        for name, each in described.items():
+            pieces, value = sorted(places.get(name, []), key=lambda place: place[0]), None
+            if hasattr(each, "properties"):
+                value = _dcp_tensor(folder, each, pieces, strict)
+            elif strict:
+                ((_, info),) = pieces
+                value = _dcp_piece(folder, info, strict)
+            found[name] = tuple(paths.get(name, (name,))), value
+        return found
+    except pickle.UnpicklingError as error:
+        raise _code_error(folder / METADATA, error) from None
+    except (AttributeError, ValueError, TypeError, KeyError, EOFError, OSError) as error:
         raise WeightsFileError(
             f"`{folder / METADATA}` is torn or damaged: {error}", hint="write it again"
         ) from None
 
 
-def _dcp_tensor(folder: Path, described: Any, pieces: list[Any]) -> DiskTensor:
+def _dcp_piece(folder: Path, info: Any, strict: bool) -> Any:
+    if Path(info.relative_path).name != info.relative_path:
+        raise ValueError(f"it points to `{info.relative_path}`, which is not in its folder")
+    file = folder / info.relative_path
+    with open_regular(file) as opened:
+        return _read_zip(_Slice(opened, info.offset, info.length), file, info.offset, strict)
+
+
+def _dcp_tensor(folder: Path, described: Any, pieces: list[Any], strict: bool) -> DiskTensor:
     properties = described.properties
     dtype = str(getattr(properties, "dtype", None) or getattr(properties, "state", ("unknown",))[0])
     spans: list[Span] = []
+    in_order = not any(any(offset[1:]) for offset, _ in pieces)  # else they are not rows
     for _, info in pieces:
-        if Path(info.relative_path).name != info.relative_path:
-            raise ValueError(f"it points to `{info.relative_path}`, which is not in its folder")
-        file = folder / info.relative_path
-        with open_regular(file) as opened:
-            held = _read_zip(_Slice(opened, info.offset, info.length), file, info.offset)
-        spans += held.spans if isinstance(held, DiskTensor) else ()
-    return DiskTensor(FORMATS.get(dtype, dtype), tuple(described.size), tuple(spans))
+        held = _dcp_piece(folder, info, strict)
+        if isinstance(held, DiskTensor):
+            spans += held.spans
+            in_order = in_order and held.in_order
+    return DiskTensor(FORMATS.get(dtype, dtype), tuple(described.size), tuple(spans), in_order)

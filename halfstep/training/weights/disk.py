@@ -44,11 +44,15 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class DiskTensor:
-    """A tensor in files. Of a format that is no floating-point number, only that name is known."""
+    """A tensor in files. Of a format that is no floating-point number, only that name is known.
+
+    Its bytes may be in whatever order, such as that of a transposed tensor, unless it is `in_order`.
+    """
 
     format: str
     shape: tuple[int, ...]
     spans: tuple[Span, ...]
+    in_order: bool = True
 
     @property
     def elements(self) -> int:
@@ -150,6 +154,12 @@ def first_numbers(tensor: DiskTensor, most: int) -> NDArray[np.float64]:
     return _floats(codes, tensor.format).astype(np.float64)
 
 
+def rows_of(tensor: DiskTensor, start: int, stop: int) -> Codes:
+    """Returns the bit patterns of some rows, one after another."""
+    row = math.prod(tensor.shape[1:])
+    return _range(tensor, start * row, (stop - start) * row)
+
+
 def value_of(tensor: DiskTensor, code: int) -> float:
     """Returns the number of a bit pattern."""
     return float(_floats(np.array([code], f"<u{_SIZES[tensor.format]}"), tensor.format)[0])
@@ -238,7 +248,7 @@ def _position(tensor: DiskTensor, chunk: Span) -> int:
 def _range(tensor: DiskTensor, start: int, count: int) -> Codes:
     """Returns some bit patterns of a tensor, by position."""
     size = _SIZES[tensor.format]
-    begin, end, before, parts = start * size, (start + count) * size, 0, []
+    begin, end, before, parts = start * size, (start + count) * size, 0, [np.empty(0, f"<u{size}")]
     for file, offset, length in tensor.spans:
         low, high = max(begin - before, 0), min(end - before, length)
         if low < high:
