@@ -104,12 +104,14 @@ def load(run: Run, path: Path) -> tuple[Any, Mapping[str, Tensor]]:
     return facts, own
 
 
-def load_weights(run: Run, path: Path) -> None:
-    """Loads the weights of what `save` wrote, and nothing else."""
+def load_weights(run: Run, path: Path) -> Any:
+    """Loads the weights of what `save` wrote, and nothing else; returns the framework's facts."""
     with same_on_all_ranks():
-        _, tensors = _read(run, path)
+        table, tensors = _read(run, path)
+        facts = state.decode(table["facts"], tensors)
         frozen = {name: local(weight) for name, weight in state.frozen_weights(run).items()}
         load_weights_of(run, frozen | tensors)
+    return facts
 
 
 def _read(run: Run, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
