@@ -60,6 +60,13 @@ class ModelParallelStrategy(PlainStrategy):
             self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
+    def model_to_device(self) -> None:
+        """Moves the model. One that the run has in shards is there, and keeps them: only what is gathered goes."""
+        if (sharded := self._run.sharded) is None:
+            super().model_to_device()
+        else:
+            sharded.reshard()
+
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Inside, ranks keep the gradients of a micro-batch: they reduce them once for an update."""

@@ -135,7 +135,8 @@ class HalfstepPrecision(PlainPrecision):
         if fits:
             _check_module(module)
         if self._run is not None and self._run.model is module and not fits:
-            return model, optimizers, lr_schedulers  # to evaluate what was trained
+            self._run.follow_model()  # which configure_model may have sharded
+            return model, optimizers, lr_schedulers
         if isinstance(trainer.strategy, ModelParallelStrategy):
             run = self.run.attach(optimizers)
         else:

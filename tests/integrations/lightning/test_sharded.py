@@ -1,16 +1,14 @@
 """Lightning's ModelParallelStrategy under a policy, on two ranks: shards, what travels, skips, saves and resumes."""
 
-from functools import partial
-from pathlib import Path
-
 import lightning
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies import ModelParallelStrategy as PlainStrategy
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from halfstep.core.errors import HalfstepError
@@ -61,9 +59,10 @@ class Module(lightning.LightningModule):
         self.log("validation_loss", self.loss(rows), sync_dist=True)
 
     def on_train_batch_end(self, *_):
-        plugin = self.trainer.precision_plugin
-        self.skipped.append(plugin.skipped)
-        self.bad_ranks.append(int(plugin.result.bad_rank) if plugin.result else None)
+        result = self.trainer.precision_plugin.result
+        if result is not None and result.bad_rank is not None:  # after an update, of several ranks
+            self.bad_ranks.append(int(result.bad_rank))
+            self.skipped.append(bool(result.skipped))
 
     def configure_optimizers(self):
         optimizer = jobs.OPTIMIZERS[self.optimizer](self.parameters())
@@ -96,6 +95,10 @@ def weights(module):
 
 
 # What is sharded, and what travels
+
+
+# Bytes that one of two ranks sends of a block, and of the rest: matrices in bf16, norms and biases in fp32.
+BLOCK, REST = (17 * 16 + 8 * 33) * 2 + (8 + 8 + 17 + 8) * 4, 25 * 16 * 2 + (8 + 8) * 4
 
 
 def sent_by_an_update(folder, micro_batches=1):
@@ -131,7 +134,183 @@ def test_lightning_shards_masters_and_reduces_fp32_gradients_once_for_an_update(
         assert {dtype: nbytes for dtype, (_, nbytes) in reduced.items()} == {torch.float32: padded * 4}
         assert accumulated["sent"]["reduce_scatter_base", torch.float32] == reduced[torch.float32]
         gathered = sum(nbytes for (name, _), (_, nbytes) in seen["sent"].items() if name == "allgather_base")
-        block = (17 * 16 + 8 * 33) * 2 + (8 + 8 + 17 + 8) * 4
-        assert gathered == 4 * block + 25 * 16 * 2 + (8 + 8) * 4  # a block again for its backward pass
+        assert gathered == 4 * BLOCK + REST  # a block again for its backward pass
         others = accumulated["weights"]
         assert all(torch.allclose(others[name], w, atol=0.1 * 2.0**-8) for name, w in seen["weights"].items())
+
+
+# The updates
+
+
+def by_own_loop(policy, optimizer):
+    """The same model, sharded by hand and trained by `Run.step`."""
+    module = Module(optimizer)
+    run = prepare(module.net, policy, clip_norm=1.0)
+    jobs.shard(module.net)
+    made = module.configure_optimizers()
+    run.attach(made["optimizer"])
+    for step in range(2):
+        run.step(module.loss, jobs.batches(step, 1))
+        made["lr_scheduler"]["scheduler"].step()
+    return weights(module)
+
+
+def by_lightning(folder, policy, optimizer):
+    return weights(fitted(folder, policy, module=Module(optimizer))[1])
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(
+    ("policy", "optimizer"), [("bf16-mixed", "fused"), ("fp16-mixed", "ours"), ("fp32", "foreach")]
+)
+def test_it_makes_the_updates_of_a_sharded_run(ranks, policy, optimizer, tmp_path):
+    by_trainer = ranks(by_lightning, 2, str(tmp_path), policy, optimizer)
+    for ours, own in zip(by_trainer, ranks(by_own_loop, 2, policy, optimizer), strict=True):
+        assert same_by_name(ours, own)
+
+
+def skipping(folder, policy):
+    made, module = fitted(folder, policy, steps=3, module=Module(bad=(1, 1)))
+    return module.skipped, module.bad_ranks, int(made.precision_plugin.run.num_applied), weights(module)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("policy", ["bf16-mixed", "fp16-mixed"])
+def test_the_nan_of_one_rank_is_skipped_by_all_and_its_rank_is_named(ranks, policy, tmp_path):
+    for skipped, bad_ranks, applied, after in ranks(skipping, 2, str(tmp_path), policy):
+        assert skipped == [False, True, False]
+        assert bad_ranks == [-1, 1, -1]
+        assert applied == 2
+        assert all(w.isfinite().all() for w in after.values())
+
+
+# Saving and loading
+
+
+def saved_each_epoch(folder, policy="bf16-mixed", epochs=3, resume=None, **options):
+    """Trains epochs of two updates, with dropout that differs between ranks; returns how it ended."""
+    torch.manual_seed(2 + jobs.rank_and_ranks()[0])
+    keeps = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    made, module = fitted(
+        folder,
+        policy,
+        module=Module(dropout=0.1),
+        resume=resume,
+        enable_checkpointing=True,
+        callbacks=[keeps],
+        epochs=epochs,
+        **options,
+    )
+    run = made.precision_plugin.run
+    schedule = made.lr_scheduler_configs[0].scheduler.state_dict()
+    return sharded.whole_state(run), int(run.num_applied), schedule, made.global_step
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("policy", ["bf16-mixed", "fp16-mixed"])
+def test_a_run_is_resumed_bit_for_bit_and_no_file_is_a_pickle(ranks, policy, tmp_path):
+    whole = ranks(saved_each_epoch, 2, str(tmp_path), policy)
+    first = tmp_path / "epoch=0.ckpt"
+    again = ranks(saved_each_epoch, 2, str(tmp_path / "again"), policy, 3, str(first))
+    for (state, *facts), (same_state, *same_facts) in zip(whole, again, strict=True):
+        assert facts == same_facts
+        assert same_by_name(state, same_state)
+    names = sorted(str(path.relative_to(first)) for path in first.rglob("*.*"))
+    files = ("manifest.json", "state-00001-of-00002.safetensors", "state-00002-of-00002.safetensors")
+    assert names == [f"step-000002/{name}" for name in files]
+
+
+def evaluated(folder, *saved):
+    """Evaluates checkpoints in a Trainer that has not trained; returns losses, the last weights, what travelled."""
+    module, made, found = Sharding(), trainer(folder), []
+    for each in saved:
+        sent = sharded.sent(lambda each=each: found.extend(made.validate(module, loader(1), ckpt_path=each)))
+    gathered = sum(nbytes for (name, _), (_, nbytes) in sent.items() if name == "allgather_base")
+    masters = made.precision_plugin.run.masters.names.items()
+    losses = [row["validation_loss"] for row in found]
+    return losses, {f"model.{name}": jobs.whole_tensor(p) for p, name in masters}, gathered
+
+
+class Sharding(Module):
+    """Shards once, however often `configure_model` is called."""
+
+    def shard(self):
+        if not isinstance(self.net, FSDPModule):
+            super().shard()
+
+
+@pytest.mark.prove
+def test_another_number_of_ranks_continues_and_evaluates(ranks, tmp_path):
+    ends = ranks(saved_each_epoch, 2, str(tmp_path / "two"), "bf16-mixed", 2)
+    saved = [str(tmp_path / "two" / f"epoch={epoch}.ckpt") for epoch in (0, 1)]
+    expected = []
+    for count in (1, 2, 4):
+        for losses, found, gathered in ranks(evaluated, count, str(tmp_path), *saved):
+            expected = expected or losses
+            assert losses == pytest.approx(expected, rel=2.0**-8)
+            assert same_by_name(found, {name: ends[0][0][name] for name in found})
+            assert count != 2 or gathered == 2 * BLOCK + REST  # once, in bf16 where a matmul is
+    assert abs(expected[0] - expected[1]) > 2.0**-7 * expected[0]
+    (alone,) = ranks(saved_each_epoch, 1, str(tmp_path / "one"), "bf16-mixed", 3, saved[0])
+    assert alone[1] == 6
+
+
+def evaluated_around(folder):
+    """Evaluates, trains and evaluates again, in one Trainer."""
+    made, module = trainer(folder), Sharding()
+    losses = [made.validate(module, loader(1))[0]["validation_loss"]]
+    made.fit(module, loader(2))
+    losses += [made.validate(module, loader(1))[0]["validation_loss"]]
+    return losses, int(made.precision_plugin.run.num_applied)
+
+
+@pytest.mark.prove
+def test_a_model_is_evaluated_before_and_after_it_is_trained(ranks, tmp_path):
+    for (before, after), applied in ranks(evaluated_around, 2, str(tmp_path)):
+        assert after < before
+        assert applied == 2
+
+
+# What is refused
+
+
+class TooLate(Module):
+    def configure_model(self):
+        self.shard()
+        self.trainer.precision_plugin.prepare(self)
+
+
+class Never(Module):
+    def configure_model(self):
+        self.shard()
+
+
+def refused(folder, kind, strategy):
+    try:
+        fitted(folder, module=kind(), strategy=strategy())
+    except HalfstepError as error:
+        return str(error)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(
+    ("kind", "strategy", "said"),
+    [
+        (Never, ModelParallelStrategy, "configure_model has not applied the policy"),
+        (TooLate, ModelParallelStrategy, "wrapped by FSDP already"),
+        (Module, PlainStrategy, "ModelParallelStrategy of halfstep.integrations.lightning"),
+        (Module, DDPStrategy, "prepare() is for"),
+    ],
+)
+def test_wrong_orders_and_strategies_are_refused(ranks, kind, strategy, said, tmp_path):
+    for message in ranks(refused, 2, str(tmp_path), kind, strategy):
+        assert said in message
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [({"tensor_parallel_size": 2}, "tensor_parallel_size"), ({"save_distributed_checkpoint": False}, "rows")],
+)
+def test_other_ways_to_shard_are_refused(given, said):
+    with refuses(HalfstepError, said):
+        ModelParallelStrategy(**given)
