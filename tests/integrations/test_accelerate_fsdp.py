@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState
 from accelerate.utils import ProjectConfiguration
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -233,6 +235,38 @@ def test_the_nan_of_one_rank_is_skipped_by_all_and_its_rank_is_named(ranks, poli
     assert ranks(bad_rank, 2) == [1, 1]
 
 
+def by_own_hybrid_loop():
+    model = jobs.net()
+    run = prepare(model, "bf16-mixed", clip_norm=1.0)
+    jobs.shard(model, 2, 2)
+    run.attach(jobs.OPTIMIZERS["fused"](model.parameters()))
+    sent = sharded.sent(lambda: [run.step(jobs.loss_of(model), jobs.batches(step, 1)) for step in range(2)])
+    return jobs.whole(model), sent
+
+
+def by_hybrid_accelerate(folder):
+    made = sharded.begin(parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2))
+    sent = sharded.sent(lambda: sharded.train(made, 2))
+    weights = jobs.whole(made[1])
+    made[0].save_state(folder)
+    seen = [skipped for _, skipped in sharded.train(made, 1, first=2, spoil=(2, 3))]
+    return weights, sent, (seen, int(made[0].result.bad_rank)), sharded.whole_state(made[0].run)
+
+
+@pytest.mark.prove
+def test_copies_of_shards_make_the_updates_of_an_own_loop_and_are_saved_once(ranks, tmp_path):
+    hybrid = ranks(by_hybrid_accelerate, 4, str(tmp_path))
+    for (weights, sent, skips, _), (own, own_sent) in zip(hybrid, ranks(by_own_hybrid_loop, 4), strict=True):
+        assert same_by_name(weights, own)
+        assert skips == ([True], 3)
+        reduced = {dtype: nbytes for (name, dtype), (_, nbytes) in sent.items() if name == "reduce_scatter_base"}
+        assert reduced == {torch.float32: own_sent["reduce_scatter_base", torch.float32][1]}
+    parts_of_ranks = sorted((tmp_path / "step-000002").glob("*.safetensors"), key=lambda path: path.name)
+    rows = [{n for n in load_file(path) if not n.startswith("rank.")} for path in parts_of_ranks]
+    assert [len(names) > 0 for names in rows] == [True, True, False, False]  # the second copy writes nothing
+    assert same_by_name(ranks(loaded, 2, str(tmp_path))[0], hybrid[0][3])
+
+
 # -- saving and loading
 
 
@@ -428,6 +462,14 @@ def test_a_plugin_that_a_policy_cannot_train_by_is_refused(plugin, said):
     with refuses(HalfstepError, said):
         sharded.accelerator(plugin=plugin)
     assert AcceleratorState._shared_state == {}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"), [({"dp_shard_size": 2, "tp_size": 2}, "tp=2"), ({"dp_replicate_size": 2}, "no shards")]
+)
+def test_other_ways_to_split_are_refused(sizes, said):
+    with refuses(HalfstepError, said):
+        sharded.accelerator(parallelism_config=ParallelismConfig(**sizes))
 
 
 def test_activation_checkpointing_without_layers_is_refused(ranks):

@@ -28,8 +28,7 @@ def check_strategy(strategy: Any) -> None:
     if not (strategy == "auto" or strategy.startswith("ddp") if named else isinstance(strategy, _STRATEGIES)):
         what = strategy if named else type(strategy).__name__
         raise ParallelError(
-            f"strategy={what}: no policy is implemented for it, only for one device, for DDP, and for FSDP2 in the "
-            "Trainer",
+            f"strategy={what}: no policy is implemented for it, only for one device, DDP and the Trainer's FSDP2",
             hint='strategy="auto" or "ddp"; to shard, ModelParallelStrategy of halfstep.integrations.lightning',
         )
     if (hook := getattr(strategy, "_ddp_comm_hook", None)) is not None:

@@ -1,4 +1,4 @@
-"""Lightning's ModelParallelStrategy under a policy, on two ranks: shards, what travels, skips, saves and resumes."""
+"""Lightning's ModelParallelStrategy under a policy, on two ranks: what is sharded and sent, skips, resumes."""
 
 import lightning
 import pytest
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from halfstep.core.errors import HalfstepError
-from halfstep.integrations.lightning import HalfstepPrecision, ModelParallelStrategy
+from halfstep.integrations.lightning import ModelParallelStrategy
 from halfstep.torch import prepare
 from tests.integrations import sharded
 from tests.integrations.lightning import modules
@@ -191,7 +191,7 @@ def saved_each_epoch(folder, policy="bf16-mixed", epochs=3, resume=None, **optio
     """Trains epochs of two updates, with dropout that differs between ranks; returns how it ended."""
     torch.manual_seed(2 + jobs.rank_and_ranks()[0])
     keeps = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
-    made, module = fitted(
+    made, _ = fitted(
         folder,
         policy,
         module=Module(dropout=0.1),
@@ -221,7 +221,7 @@ def test_a_run_is_resumed_bit_for_bit_and_no_file_is_a_pickle(ranks, policy, tmp
 
 
 def evaluated(folder, *saved):
-    """Evaluates checkpoints in a Trainer that has not trained; returns losses, the last weights, what travelled."""
+    """Evaluates checkpoints in a Trainer that has not trained; returns losses, the last weights, bytes sent."""
     module, made, found = Sharding(), trainer(folder), []
     for each in saved:
         sent = sharded.sent(lambda each=each: found.extend(made.validate(module, loader(1), ckpt_path=each)))
