@@ -1,36 +1,27 @@
 """A bf16 fine-tune under FSDP2 in TRL's SFTTrainer: its masters, moments and gradients are fp32, and bf16 travels.
 
     pip install '.[torch]' accelerate transformers trl
-    torchrun --nproc-per-node 2 examples/sft_fsdp.py out
+    torchrun --nproc-per-node 2 examples/sft_fsdp.py --output_dir out --fsdp full_shard --bf16 false
+    torchrun ... --use_cpu --ddp_backend gloo                              # without a GPU
 
-docs/integrations.md shows the lines that differ from a script with `bf16=True`.
+docs/integrations.md shows the lines that differ from a script for `--bf16`.
 """
-
-import sys
 
 from datasets import Dataset
 from small_llama import pretrained, tokenizer
+from transformers import HfArgumentParser
 from trl import SFTConfig, SFTTrainer
 
 from halfstep.integrations.transformers import PolicyMixin
 
 
 class PolicySFTTrainer(PolicyMixin, SFTTrainer):
-    """TRL's trainer with `policy=`."""
+    """TRL's trainer, which takes `policy=`."""
 
 
-def main(out="sft-fsdp"):
+def main(arguments=None):
     """Trains, saves the whole model, and returns the trainer."""
-    args = SFTConfig(
-        out,
-        fsdp=True,
-        bf16=False,
-        learning_rate=3e-3,
-        max_steps=16,
-        save_steps=8,
-        logging_steps=4,
-        report_to="none",
-    )
+    (args,) = HfArgumentParser(SFTConfig).parse_args_into_dataclasses(args=arguments)
     trainer = PolicySFTTrainer(
         policy="bf16-mixed",
         model=pretrained(),
@@ -44,4 +35,4 @@ def main(out="sft-fsdp"):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
