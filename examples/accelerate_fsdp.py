@@ -45,7 +45,6 @@ def main(argv=None):
             losses.append(accelerator.reduce(loss.detach(), "mean").item())
         accelerator.save_state(args.out)
         accelerator.print(f"epoch {epoch}: loss {losses[-1]:.3f}")
-    accelerator.print(accelerator.summary())
     return losses
 
 

@@ -3,8 +3,8 @@
     pip install '.[torch]' lightning transformers
     torchrun --nproc-per-node 2 examples/lightning_fsdp.py out
 
-docs/integrations.md shows the lines that differ from a script with `precision="bf16-true"`. Run it again with the
-same folder, on any number of processes, and it resumes from its last checkpoint.
+docs/integrations.md shows the three lines that differ from a script with `precision="bf16-true"`. Run it again with
+the same folder, and it resumes from its last checkpoint.
 """
 
 import sys
@@ -27,7 +27,7 @@ class FineTune(lightning.LightningModule):
         self.model = pretrained()
 
     def configure_model(self):
-        """Applies the policy, then shards."""
+        """Shards each layer, and the rest."""
         self.trainer.precision_plugin.prepare(self)
         mesh = self.device_mesh["data_parallel"]
         for layer in self.model.model.layers:
@@ -46,9 +46,9 @@ class FineTune(lightning.LightningModule):
 def main(out="lightning-fsdp"):
     """Trains, saves after each epoch, and returns the trainer."""
     trainer = lightning.Trainer(
-        strategy=ModelParallelStrategy(),
+        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
         plugins=HalfstepPrecision("bf16-mixed"),
-        devices="auto" if torch.cuda.is_available() else 2,
+        devices=2,
         max_epochs=2,
         gradient_clip_val=1.0,
         callbacks=ModelCheckpoint(out, save_last=True),

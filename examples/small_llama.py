@@ -12,11 +12,14 @@ LETTERS, LENGTH = ["<pad>", "<eos>", "<unk>", *map(chr, range(32, 127))], 16
 
 
 def pretrained():
-    """Returns a model with random weights in bf16."""
+    """Returns a model with random weights in bf16, and other tensors in fp32, as `from_pretrained` has them."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=len(LETTERS), **sizes, **ends)).bfloat16()
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(LETTERS), **sizes, **ends))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    return model
 
 
 def counting(count, seed):
