@@ -3,8 +3,8 @@
     pip install '.[torch]' lightning transformers
     torchrun --nproc-per-node 2 examples/lightning_fsdp.py out
 
-docs/integrations.md shows the three lines that differ from a script with `precision="bf16-true"`. Run it again with
-the same folder, and it resumes from its last checkpoint.
+docs/integrations.md shows the three lines that differ from a script with `precision="bf16-true"`. Run it again
+with the same folder, and it resumes from its last checkpoint.
 """
 
 import sys

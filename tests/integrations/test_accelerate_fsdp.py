@@ -1,7 +1,6 @@
 """FSDP2 in Accelerate, on two ranks: what is sharded, what travels, the updates of a run, saves and resumes."""
 
 import os
-import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from halfstep.integrations import parts
 from halfstep.torch import prepare
 from tests.accelerate_state import fresh_accelerate  # noqa: F401
 from tests.integrations import sharded
-from tests.processes import killed_ranks, preload_integrations
+from tests.processes import preload_integrations
 from tests.refusals import refuses
 from tests.torch.nets import same_by_name
 from tests.torch.parallel import jobs
@@ -426,24 +425,12 @@ def test_a_killed_job_loses_no_whole_checkpoint(ranks, tmp_path):
     """30 times a rank is killed, or both, up to 90 ms into saves of some 30 ms: the newest folder is whole."""
     expected = ranks(states_after, 2, 2)[0]
     found_at = Counter()
-    for kill in range(30):
-        folder = tmp_path / str(kill)
-        victims = ((0,), (1,), (0, 1))[kill % 3]
-        with killed_ranks(victims, saving, str(folder)):
-            wait_for(lambda folder=folder: folder.is_dir() and parts.newest(folder))
-            time.sleep(0.003 * kill)
+    for folder, _ in sharded.killed_saves(tmp_path, saving, lambda f: f.is_dir() and parts.newest(f), 0.09):
         first, second = ranks(loaded, 2, str(folder))
         assert same_by_name(first, second)
         (update,) = [step for step, state in enumerate(expected) if same_by_name(first, state)]
         found_at[update] += 1
     assert found_at.total() == 30
-
-
-def wait_for(found):
-    over = time.monotonic() + 60
-    while not found():
-        assert time.monotonic() < over
-        time.sleep(0.001)
 
 
 # -- what is refused

@@ -202,7 +202,15 @@ class RunParts:
         """Finds the parameters anew if all were replaced since the policy was applied: by shards, or by memory."""
         now, known = dict(self.model.named_parameters()), self.masters.names
         same_names = [*now] == [*known.values()]
-        if same_names and all(is_shard(p) and p not in known for p in now.values()):  # as fully_shard leaves them
+        sharded = [is_shard(p) for p in now.values()]
+        if any(sharded) and not all(sharded):
+            whole = [name for name, p in now.items() if not is_shard(p)]
+            raise ParallelError(
+                f"`{whole[0]}` is not sharded, and others are ({len(whole)} of {len(now)} are not): all parameters "
+                "are, or none",
+                hint="fully_shard(model) after that of its blocks takes the rest; leave out `ignored_params`",
+            )
+        if same_names and all(p not in known for p in now.values()) and all(sharded):  # as fully_shard leaves them
             from halfstep.torch.parallel.gathered import Sharded  # imports FSDP
 
             self._index_parameters()
