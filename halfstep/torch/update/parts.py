@@ -206,8 +206,7 @@ class RunParts:
         if any(sharded) and not all(sharded):
             whole = [name for name, p in now.items() if not is_shard(p)]
             raise ParallelError(
-                f"`{whole[0]}` is not sharded, and others are ({len(whole)} of {len(now)} are not): all parameters "
-                "are, or none",
+                f"`{whole[0]}` is not sharded ({len(whole)} of {len(now)} parameters are not): all are, or none",
                 hint="fully_shard(model) after that of its blocks takes the rest; leave out `ignored_params`",
             )
         if same_names and all(p not in known for p in now.values()) and all(sharded):  # as fully_shard leaves them

@@ -102,7 +102,7 @@ def refused(way):
         ("tensor parallel after", "tensor parallelism is not implemented", "fully_shard alone"),
         ("fsdp1 before", "FSDP1", "FSDP2"),
         ("fsdp1 after", "FSDP1", "FSDP2"),
-        ("blocks alone", "`embedding.weight` is not sharded, and others are (3 of 15 are not)", "takes the rest"),
+        ("blocks alone", "`embedding.weight` is not sharded (3 of 15 parameters", "takes the rest"),
         ("ignored", "`norm.weight` is not sharded", "leave out `ignored_params`"),
         ("computed in bf16", "mp_policy", "omit it"),
         ("reduced in bf16", "mp_policy", "omit it"),
