@@ -41,7 +41,8 @@ def test_a_script_behind_a_launcher_ends_after_its_updates(capfd):
 @pytest.mark.prove
 def test_a_script_that_asks_whether_torch_is_there_before_it_imports_it_is_watched():
     """As packages do that are imported first, such as transformers and datasets."""
-    asks = "import sys, importlib.util as u, runpy as r; u.find_spec('torch'); r.run_path(sys.argv.pop(1), {}, '__main__')"
+    asks = "import sys, importlib.util, runpy; importlib.util.find_spec('torch'); "
+    asks += "runpy.run_path(sys.argv.pop(1), {}, '__main__')"
     (record,) = run([sys.executable, "-c", asks, PLAIN, "3"]).records
     assert record.updates == 3
 
