@@ -1,5 +1,6 @@
 """The examples of FSDP2 on two gloo ranks: audited before and after their lines, trained, and resumed."""
 
+import ast
 import json
 import os
 import re
@@ -52,18 +53,22 @@ def test_a_script_without_its_lines_is_the_framework_s_own(path):
 @pytest.mark.prove
 @pytest.mark.parametrize(("path", "more"), [(TRAINER, []), (SFT, []), (GRPO, GENERATES)])
 def test_nothing_is_wrong_with_the_scripts_of_trainers(path, more, tmp_path):
-    """Each rank writes its rows, and the whole model is saved in fp32; Trainer's script goes on from its rows."""
+    """Each rank writes its rows, and the whole model is saved in fp32; Trainer's script goes on from its rows.
+
+    TRL reads the device for what it logs, which the audit notes.
+    """
     arguments = ["--output_dir", tmp_path, "--max_steps", "6", "--save_steps", "3", *ON_CPUS, *more]
     found, updates = audited(ROOT / path, *arguments)
-    assert found == {}
+    assert found.keys() == (set() if path == TRAINER else {"HS502"})
+    assert all("trl/trainer/" in message for message in found.values())
     assert updates == 6
     assert len([*tmp_path.glob("checkpoint-6/step-*/state-*-of-00002.safetensors")]) == 2
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert {file.get_slice(name).get_dtype() for name in [*file.keys()]} == {"F32"}
     if path == TRAINER:
         arguments[3] = "8"
-        logs = ["--logging_steps", "1", "--disable_tqdm", "true"]
-        assert called(*TORCHRUN, ROOT / path, *arguments, *logs).count("'loss'") == 2
+        told = ast.literal_eval(called(*TORCHRUN, ROOT / path, *arguments).splitlines()[-1])
+        assert float(told["train_steps_per_second"]) * float(told["train_runtime"]) == pytest.approx(2, rel=0.01)
 
 
 @pytest.mark.prove
