@@ -56,6 +56,11 @@ class ModelParallelStrategy(PlainStrategy):
 
     def setup_environment(self) -> None:
         """Connects the processes, whose mesh has all of them unless a number was given."""
+        if not hasattr(self.precision_plugin, "prepare"):
+            raise ArgumentError(
+                "this ModelParallelStrategy shards under a policy, and there is none",
+                hint='plugins=HalfstepPrecision("bf16-mixed") beside it; without a policy, use Lightning\'s own',
+            )
         if self._data_parallel_size == "auto":
             self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()

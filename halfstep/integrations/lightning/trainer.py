@@ -20,6 +20,7 @@ from halfstep.core.errors import (
     ArgumentError,
     HalfstepError,
     OptimizerParametersError,
+    ParallelError,
     RunStateError,
     SplitMasterError,
     UnsupportedModelError,
@@ -108,8 +109,14 @@ class HalfstepPrecision(PlainPrecision):
                 "prepare() is for a model that configure_model shards; otherwise the Trainer applies the policy",
                 hint="strategy=ModelParallelStrategy() of halfstep.integrations.lightning, or leave the call out",
             )
-        if self._run is not None and self._run.model is module:
+        before = record_of(module).prepared
+        if before is self and not (self.run.optimizers and module.trainer.training):
             return
+        if isinstance(before, HalfstepPrecision) and before.run.sharded is not None:
+            raise RunStateError(
+                f"this {type(module).__name__} was sharded for an earlier fit or Trainer, and cannot be given back",
+                hint="make a new one, with ckpt_path= to continue from what was saved",
+            )
         if device_of(module).type != "meta":
             module.to(strategy.root_device)
         self._begin(module, None)
@@ -134,13 +141,13 @@ class HalfstepPrecision(PlainPrecision):
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
             _check_module(module)
+        shards = isinstance(trainer.strategy, ModelParallelStrategy)
+        if shards:
+            self.run.follow_model()
+            _check_sharded(self.run)
         if self._run is not None and self._run.model is module and not fits:
-            self._run.follow_model()  # which configure_model may have sharded
             return model, optimizers, lr_schedulers
-        if isinstance(trainer.strategy, ModelParallelStrategy):
-            run = self.run.attach(optimizers)
-        else:
-            run = self._begin(module, optimizers if fits else None)
+        run = self.run.attach(optimizers) if shards else self._begin(module, optimizers if fits else None)
         if fits:
             check_replicas(run, wrapped=module is not model)
             _check_averages(run, trainer.callbacks)  # type: ignore[attr-defined]
@@ -258,6 +265,15 @@ def _check_module(module: pl.LightningModule) -> None:
         raise UnsupportedModelError(
             f"{type(module).__name__}.backward is its own, and would bypass the run: no scale, no finite check",
             hint="remove it; return the loss from training_step",
+        )
+
+
+def _check_sharded(run: Run) -> None:
+    """Refuses a model that configure_model left whole: nobody would exchange its gradients."""
+    if run.sharded is None:
+        raise ParallelError(
+            f"{type(run.model).__name__}.configure_model has not sharded the model",
+            hint='fully_shard(layer, mesh=self.device_mesh["data_parallel"]) of each layer, then of the model',
         )
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies import ModelParallelStrategy as PlainStrategy
 from torch import nn
@@ -285,9 +286,15 @@ class Never(Module):
         self.shard()
 
 
-def refused(folder, kind, strategy):
+class Whole(Module):
+    def shard(self):
+        pass
+
+
+def refused(folder, kind, strategy, policy="bf16-mixed"):
     try:
-        fitted(folder, module=kind(), strategy=strategy())
+        made, module = fitted(folder, policy, module=kind(), strategy=strategy())
+        made.fit(module, loader(1))
     except HalfstepError as error:
         return str(error)
 
@@ -296,6 +303,8 @@ def refused(folder, kind, strategy):
 @pytest.mark.parametrize(
     ("kind", "strategy", "said"),
     [
+        (Sharding, ModelParallelStrategy, "for an earlier fit"),  # it is fitted twice
+        (Whole, ModelParallelStrategy, "has not sharded the model"),
         (Never, ModelParallelStrategy, "configure_model has not applied the policy"),
         (TooLate, ModelParallelStrategy, "wrapped by FSDP already"),
         (Module, PlainStrategy, "ModelParallelStrategy of halfstep.integrations.lightning"),
@@ -305,6 +314,12 @@ def refused(folder, kind, strategy):
 def test_wrong_orders_and_strategies_are_refused(ranks, kind, strategy, said, tmp_path):
     for message in ranks(refused, 2, str(tmp_path), kind, strategy):
         assert said in message
+
+
+@pytest.mark.prove
+def test_a_strategy_without_its_plugin_is_refused(ranks, tmp_path):
+    for message in ranks(refused, 2, str(tmp_path), Module, ModelParallelStrategy, Precision()):
+        assert "shards under a policy, and there is none" in message
 
 
 @pytest.mark.parametrize(
