@@ -114,7 +114,7 @@ class HalfstepPrecision(PlainPrecision):
             return
         if isinstance(before, HalfstepPrecision) and before.run.sharded is not None:
             raise RunStateError(
-                f"this {type(module).__name__} was sharded for an earlier fit or Trainer, and cannot be given back",
+                f"this {type(module).__name__} was sharded for an earlier fit, and cannot be given back",
                 hint="make a new one, with ckpt_path= to continue from what was saved",
             )
         if device_of(module).type != "meta":
