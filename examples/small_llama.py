@@ -23,10 +23,10 @@ def pretrained():
 
 
 def counting(count, seed):
-    """Returns rows of tokens that count upwards, each from a start and by a stride of its own."""
+    """Returns rows of tokens that count upwards, each from a start and by a stride of its own, modulo 64."""
     draw = torch.Generator().manual_seed(seed)
-    starts, strides = torch.randint(3, len(LETTERS), (2, count, 1), generator=draw)
-    return (starts + strides % 4 * torch.arange(LENGTH)) % len(LETTERS)
+    starts, strides = torch.randint(1, 64, (2, count, 1), generator=draw)
+    return (starts + strides % 4 * torch.arange(LENGTH)) % 64
 
 
 def tokenizer():
