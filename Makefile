@@ -3,6 +3,8 @@ PYTHON ?= python3
 BACKEND ?= torch
 RECIPE ?=
 ARGS ?=
+# Exact versions of everything; `CONSTRAINTS=/dev/null` takes the newest of each.
+CONSTRAINTS ?= constraints.txt
 VENV := .venv
 BIN := $(VENV)/bin
 # As many workers as cores, at most four: each imports three frameworks. A worker that is done takes tests from another.
@@ -12,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/$(VENV)/.jax
 PYTEST := -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: train test check check-tests prove prove-changed lint format bench docs site site-serve clean
+.PHONY: train test check check-tests prove prove-changed lint format bench docs site site-serve release clean
 
 # Train a small transformer, in a precision chosen by measurement: `make train`,
 # `make train RECIPE=gpt2 ARGS='--out x'`, `make train BACKEND=jax`.
@@ -31,8 +33,9 @@ check-tests: $(VENV)/.dev
 	$(BIN)/python $(PYTEST) -m 'not prove' tests/core tests/config tests/report tests/architecture
 
 # Everything exhaustive or slow, in the parts of benchmarks/prove/run.py; the record is docs/measurements/proofs.md.
+# `make prove PARTS='jax mlx'` runs these.
 prove: $(VENV)/.dev
-	$(BIN)/python benchmarks/prove/run.py
+	$(BIN)/python benchmarks/prove/run.py $(if $(PARTS),--only $(PARTS))
 	$(BIN)/python docs/generate.py
 
 # One part, chosen by the commit, and those about folders that changed since they last passed: for CI.
@@ -71,21 +74,27 @@ site: $(VENV)/.site
 site-serve: $(VENV)/.site
 	$(BIN)/zensical serve
 
+# Build what is released, into dist/, and try it in environments that have nothing else.
+release: $(VENV)/.dev
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
+	$(BIN)/python -m pytest -q tests/packaging
+
 clean:
 	rm -rf $(VENV) site
 
 # One stamp per set of extras, made again when the files it depends on change. pip makes bytecode on one core: for tests, all
 # cores make it; otherwise it is made of what is imported, when it is.
-$(VENV)/.torch $(VENV)/.jax $(VENV)/.mlx $(VENV)/.site: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[$*]'
+$(VENV)/.torch $(VENV)/.jax $(VENV)/.mlx $(VENV)/.site: $(VENV)/.%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	$(BIN)/pip install -q --no-compile -c $(CONSTRAINTS) -e '.[$*]'
 	touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[torch,jax,mlx,dev]'
+$(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	$(BIN)/pip install -q --no-compile -c $(CONSTRAINTS) -e '.[torch,jax,mlx,dev]'
 	-$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib
 	touch $@
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "halfstep needs Python 3.11 or newer; name one: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt pip
+	$(BIN)/pip install -q -c $(CONSTRAINTS) pip

@@ -98,7 +98,10 @@ class PolicyMixin:
     `ema` and `tokens` are those of `prepare`; the seed is TrainingArguments'.
     """
 
+    _loss_alone: "_LossAlone | None" = None
     args: Any
+    compute_loss_func: Any
+    label_smoother: Any
     model: Any
     accelerator: Any
     state: Any
@@ -156,6 +159,20 @@ class PolicyMixin:
         """Makes the optimizer. A model that was prepared before, by `evaluate()` or `train()`, keeps its run."""
         self.accelerator.take_up(self.model)
         return super().create_optimizer(*given, **options)  # type: ignore[misc,no-any-return]
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Computes the loss; a compiled model returns nothing beside it where nobody sees it."""
+        compute: Any = super().compute_loss  # type: ignore[misc]
+        stock = compute.__func__ is transformers.Trainer.compute_loss
+        seen = return_outputs or self.compute_loss_func is not None or self.label_smoother is not None
+        if seen or not stock or not hasattr(model, "_orig_mod"):
+            return compute(model, inputs, return_outputs, num_items_in_batch)
+        if self._loss_alone is None or self._loss_alone.compiled is not model:
+            self._loss_alone = _LossAlone(model, self.accelerator.unwrap_model(model, keep_torch_compile=False))
+        with self._loss_alone:
+            return compute(model, inputs, False, num_items_in_batch)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], *given: Any) -> Any:
         """Fetches the micro-batches of an update, and counts their tokens on the device, without waiting."""
@@ -265,6 +282,33 @@ class PolicyMixin:
                 "does neither"
             )
         return "\n".join(lines)
+
+
+class _LossAlone:
+    """Inside, a model's forward returns its loss alone.
+
+    Logits that compiled code returns have a gradient, of zeros as large as they are, though nobody uses them.
+    """
+
+    def __init__(self, compiled: nn.Module, model: nn.Module):
+        self.compiled = compiled
+        forward, self.attributes = model.forward, vars(model)
+        self.own = {name: each for name, each in self.attributes.items() if name == "forward"}
+
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            outputs = forward(*args, **kwargs)
+            if isinstance(outputs, dict):
+                return {"loss": outputs["loss"]} if "loss" in outputs else outputs
+            return outputs[:1]
+
+        self.compute = compute  # one for all steps: dynamo would compile each anew
+
+    def __enter__(self) -> None:
+        self.attributes["forward"] = self.compute
+
+    def __exit__(self, *_: object) -> None:
+        del self.attributes["forward"]
+        self.attributes.update(self.own)
 
 
 def _is_whole(folder: Path) -> bool:

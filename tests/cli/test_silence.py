@@ -73,6 +73,7 @@ def test_signs_of_life_end_with_a_command_that_is_killed(tmp_path):
     os.close(ours)
 
 
+@pytest.mark.prove
 def test_what_is_imported_slowly_is_announced_and_broken_by_signs_of_life(arguments, out, tmp_path):
     assert run(arguments) == 0
     code, said, gaps = silences(["eval", str(out), "--device", "cpu"], tmp_path, SLOW)
@@ -83,6 +84,7 @@ def test_what_is_imported_slowly_is_announced_and_broken_by_signs_of_life(argume
     assert re.search(r"loading `.*`\r?\nstill working after \d s\r?\nstill working after \d", said)
 
 
+@pytest.mark.prove
 def test_a_script_that_is_audited_speaks_for_itself_from_its_first_words_on(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import time; time.sleep(4); print('first words', flush=True); time.sleep(4)")

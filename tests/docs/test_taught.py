@@ -24,8 +24,8 @@ START = [
 PAGES = [*START, *sorted(DOCS.glob("learn/*.md")), *sorted(DOCS.glob("guides/*.md"))]
 PAGES += [DOCS / f"{name}.md" for name in ("fp8", "many_gpus", "solve")]
 FENCE = re.compile(r"(<!-- slow -->\n)?^```(\w*)\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", flags=re.S | re.M)
-# What is shown and not run: settings, and commands that need a GPU, a cluster or minutes, and say so.
-SHOWN = {"toml", "sh"}
+# What is shown and not run: settings; commands that need a GPU, a cluster or minutes, and say so; what they print.
+SHOWN = {"toml", "sh", ""}
 
 
 class Block(NamedTuple):

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import transformers
+from torch._dynamo.backends.registry import _COMPILER_FNS, lookup_backend
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 from halfstep.core.errors import HalfstepError
@@ -267,6 +268,35 @@ def test_a_compiled_model_is_evaluated_trained_and_trained_again_under_the_polic
     assert int(run.num_applied) == 4
     trainer.save_model(str(tmp_path / "out"))
     assert same_by_name(dict(LlamaForCausalLM.from_pretrained(tmp_path / "out").named_parameters()), run.weights())
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_compiled_model_returns_its_loss_alone_where_nobody_sees_the_rest(smoothing, tmp_path, monkeypatch):
+    returned = []
+
+    def spy(graph, inputs):
+        [outputs] = graph.graph.output_node().args
+        returned.append([tuple(each.meta["example_value"].shape) for each in outputs])
+        return graph
+
+    def train(**settings):
+        torch._dynamo.reset()
+        reset()
+        trainer = make(tmp_path, label_smoothing_factor=smoothing, **settings)
+        trainer.train()
+        return trainer, losses(trainer)
+
+    lookup_backend("eager")
+    monkeypatch.setitem(_COMPILER_FNS, "eager", spy)
+    trainer, compiled = train(torch_compile=True, torch_compile_backend="eager")
+    of_training = [shapes for shapes in returned if shapes]
+    assert of_training == [[(2, 8, 32)] if smoothing else [()]]  # labels are smoothed outside of the model
+    batch = {name: each[None].repeat(2, 1) for name, each in DATA[0].items()}
+    _, outputs = trainer.compute_loss(trainer.model_wrapped, batch, return_outputs=True)
+    assert outputs.logits.shape == (2, 8, 32)
+    assert "forward" not in vars(trainer.model)
+    if not smoothing:  # Trainer smooths unshifted labels of compiled models, by their class's name
+        assert train()[1] == compiled
 
 
 def test_averages_are_evaluated_inside_of_averaged(tmp_path):

@@ -54,13 +54,13 @@ def is_whole(line, folder):
     return True
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.prove) for seed in range(1, 25))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.prove) for seed in range(1, 26))])
 def test_a_page_skips_no_line_in_silence(tmp_path, seed):
-    """2,500 records in all."""
-    chance, made = random.Random(seed), 0
+    """2,500 records, and a sample of 25."""
+    chance, records, made = random.Random(seed), 100 if seed else 25, 0
     whole = [json.dumps(event) for event in FP16[:30]]
     record, page = tmp_path / "events.jsonl", tmp_path / "page.html"
-    for count in range(100):
+    for count in range(records):
         lines = damaged(chance, whole)
         record.write_text("\n".join(lines) + "\n", encoding="utf-8", newline="")
         try:
@@ -75,4 +75,4 @@ def test_a_page_skips_no_line_in_silence(tmp_path, seed):
         bad = [number for number in range(begun, len(lines) + 1) if number not in good]
         for html in (page.read_text(encoding="utf-8"), live.decode()):
             assert [n for n in bad if f"events.jsonl:{n}: " not in html] == [], (seed, count)
-    assert made > 30
+    assert made > records / 4

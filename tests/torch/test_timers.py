@@ -48,6 +48,7 @@ def test_all_compile_before_one_is_timed_and_each_has_ended_before_the_next_is(m
     assert [Timer.log[i + 1] for i, each in enumerate(Timer.log) if each == "timed"] == ["ended"] * 2
 
 
+@pytest.mark.prove
 def test_processes_time_layers_and_say_why_they_cannot():
     timers.start_timers(1)
     elsewhere = replace(WORK, device=torch.device("cuda", 99))

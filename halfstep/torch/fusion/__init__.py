@@ -7,7 +7,6 @@ however a model is written, its layers, casts, views and losses are nodes with a
                bf16 -> views, float, softcap -> cross_entropy      the loss of narrow logits, not widened
     casts.py   bf16 -> float, views, bf16                          the views alone
     mlp.py     linear -> tanh GELU -> linear                       matmuls that compute the GELU
-               silu(linear) * linear -> linear                     the product, computed again in the backward pass
                either GELU, relu^2                                 functions that take less time or memory
 
 Each says why where it does not apply. The graph is not functional: views share memory, and operations may write in

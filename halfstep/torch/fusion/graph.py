@@ -18,23 +18,8 @@ _MODES = (
     "_saved_tensors_hooks_disable _saved_tensors_hooks_enable _vmap_increment_nesting _grad_increment_nesting"
 )
 MODES = frozenset(_MODES.split())
-_IN_PLACE = frozenset(
-    [
-        "iadd",
-        "isub",
-        "imul",
-        "itruediv",
-        "ifloordiv",
-        "imod",
-        "ipow",
-        "iand",
-        "ior",
-        "ixor",
-        "imatmul",
-        "setitem",
-        "__setitem__",
-    ]
-)
+_WRITES = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor imatmul setitem __setitem__"
+_IN_PLACE = frozenset(_WRITES.split())
 
 
 def called(node: fx.Node) -> str:

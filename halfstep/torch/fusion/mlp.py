@@ -3,10 +3,6 @@
 `LinearGeluLinear` (numerics/matmul.py) is two linear layers in one format with the tanh form of GELU between them,
 on a GPU whose matmuls compute it as they end. Elsewhere the tanh form is computed by a sigmoid, the exact form by
 one exponential, and relu^2 keeps its result alone (kernels/activations.py).
-
-A gated MLP, down(silu(gate(x)) * up(x)), keeps three tensors for its gradient, each wider than x: both factors,
-and their product for the gradient of `down`. Here the product is computed again, by the kernel that reads the
-factors anyway: a Llama of 0.6B keeps 0.8 GB less, and takes 0.3 % longer.
 """
 
 from collections.abc import Iterator

@@ -15,9 +15,7 @@ from torch import Tensor, fx
 
 from halfstep.torch.fusion.graph import CASTS, called, first_of, value_of
 
-_BENDS = frozenset(
-    ("tanh", "sigmoid", "relu", "gelu", "erf")
-)  # one of them is in every function that is looked for
+_BENDS = frozenset(["tanh", "sigmoid", "relu", "gelu", "erf"])  # every function that is looked for has one of them
 _ARITHMETIC = (
     "add sub mul div truediv true_divide multiply subtract divide rsub neg pow square clamp_min "
     "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __pow__ __neg__"

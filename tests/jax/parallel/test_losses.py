@@ -18,7 +18,8 @@ def assert_as_on_one_device(alone, together):
         assert np.abs(found[name] - weight).max() <= ERROR, name
 
 
-@pytest.mark.parametrize("micro", [None, pytest.param(2, marks=pytest.mark.prove)])
+@pytest.mark.prove
+@pytest.mark.parametrize("micro", [None, 2])
 def test_a_loss_of_the_whole_batch_trains_as_on_one_device(micro, devices):
     trained = devices(jobs.losses, [*losses.WHOLE], micro=micro)
     for name, (alone, *others) in trained.items():

@@ -255,6 +255,7 @@ def test_what_the_fp32_pass_cannot_widen_is_said(planted, why):
     assert result.to_event()["unwidened"] == dict(result.unwidened)
 
 
+@pytest.mark.prove
 def test_the_rest_is_widened_where_one_module_cannot_be():
     result = shadow(norm=to_fp8, softmax=lambda x: only_bf16(F.softmax(x, -1)))
     assert result.causes == ("blocks.1.norm",)
@@ -284,6 +285,7 @@ def test_narrow_buffers_batches_and_random_numbers_meet_wide_ones():
     assert [*result.casts] == ["0"]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("planted", [{"norm": to_fp8}, {"norm": only_bf16, "softmax": softmax_by_hand}])
 def test_training_has_the_same_bits_with_a_shadow(planted):
     states = []
@@ -296,6 +298,7 @@ def test_training_has_the_same_bits_with_a_shadow(planted):
     assert same_states(*states)
 
 
+@pytest.mark.prove
 def test_checkpointed_blocks_are_widened_when_they_run_again():
     run, loss_fn = prepared(norm=to_fp8)
     for block in run.model.blocks:

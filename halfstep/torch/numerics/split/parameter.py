@@ -53,6 +53,7 @@ def make_split(parameter: nn.Parameter, remainder: Tensor, name: str = "weight")
     setattr(parameter, NAME, name)
     if type(parameter) is nn.Parameter:
         parameter.__class__ = HalfOfSplitMaster
+        parameter.__dict__["__torch_function__"] = torch._C._disabled_torch_function_impl
     if watched or type(parameter) is not HalfOfSplitMaster:
         _move_at_once(parameter)
     note_write(parameter)
@@ -118,6 +119,7 @@ def make_whole(parameter: nn.Parameter) -> None:
     parameter.__dict__.pop(NAME, None)
     if type(parameter) is HalfOfSplitMaster:
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+        parameter.__dict__.pop("__torch_function__")
     parameter.grad_dtype = None  # any dtype: the default that it had before cannot be set again
 
 
@@ -148,19 +150,13 @@ def refuse_copy(name: str, *_: Any, **__: Any) -> NoReturn:
     )
 
 
-class _OnlyTraced(classmethod):  # type: ignore[type-arg]
-    """A `__torch_function__` that dynamo traces; torch itself sees a parameter's, which it never calls."""
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return torch._C._disabled_torch_function_impl
-
-
 class HalfOfSplitMaster(nn.Parameter):
     """A parameter that is the bf16 half of a split master; a whole one inside `run.edit()`."""
 
-    @_OnlyTraced  # type: ignore[arg-type]
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: N805
-        # Without it, a compiled model that reads `weight.dtype` or `weight.shape` breaks its graph there.
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Without it, a compiled model that reads `weight.dtype` or `weight.shape` breaks its graph there. It is
+        # dynamo alone that comes here: torch finds that of the parameter itself.
         with torch._C.DisableTorchFunction():
             return function(*args, **(kwargs or {}))
 
