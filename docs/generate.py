@@ -75,7 +75,7 @@ API = {
     "halfstep.integrations.accelerate": ["Accelerator"],
     "halfstep.integrations.transformers": ["Trainer", "PolicyMixin", "AuditCallback"],
     "halfstep.integrations.adapters": ["merge"],
-    "halfstep.integrations.lightning": ["HalfstepPrecision", "Fabric", "AuditCallback"],
+    "halfstep.integrations.lightning": ["HalfstepPrecision", "Fabric", "ModelParallelStrategy", "AuditCallback"],
 }
 # The methods a page shows, of the classes whose methods a user calls; None is every public one.
 METHODS: dict[str, list[str] | None] = {
@@ -89,7 +89,7 @@ METHODS: dict[str, list[str] | None] = {
     # Of a framework's class, what it does not have by itself.
     "Accelerator": ["run", "skipped", "evaluation", "summary"],
     "PolicyMixin": ["run", "summary"],
-    "HalfstepPrecision": ["run", "skipped", "summary"],
+    "HalfstepPrecision": ["prepare", "run", "skipped", "summary"],
     "Fabric": ["run_of"],
 }
 INTERNAL = {

@@ -6,36 +6,17 @@
 
 The loop is Accelerate's own. docs/integrations.md shows the two lines that differ from a script with
 `mixed_precision=`. Run it again with the same `--out`, on any number of processes, and it resumes from there.
-Weights are random and the data is made here, so that nothing is downloaded.
 """
 
 import argparse
 from pathlib import Path
 
 import torch
-from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
+from accelerate.utils import FullyShardedDataParallelPlugin
+from small_llama import counting, pretrained
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from halfstep.integrations.accelerate import Accelerator
-
-VOCABULARY, LENGTH = 64, 16
-
-
-def counting(count, seed):
-    """Returns rows of tokens that count upwards, each from a start and by a stride of its own."""
-    draw = torch.Generator().manual_seed(seed)
-    starts, strides = torch.randint(1, VOCABULARY, (2, count, 1), generator=draw)
-    return (starts + strides % 4 * torch.arange(LENGTH)) % VOCABULARY
-
-
-def pretrained():
-    """Returns a model as many are loaded: with weights in bf16."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes))
-    for parameter in model.parameters():
-        parameter.data = parameter.data.bfloat16()
-    return model
 
 
 def main(argv=None):
@@ -45,7 +26,6 @@ def main(argv=None):
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--out", default="fsdp-checkpoint")
     args = parser.parse_args(argv)
-    set_seed(0)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     accelerator = Accelerator(policy="bf16-mixed", fsdp_plugin=plugin, cpu=args.cpu)
     model = pretrained()
@@ -65,7 +45,6 @@ def main(argv=None):
             losses.append(accelerator.reduce(loss.detach(), "mean").item())
         accelerator.save_state(args.out)
         accelerator.print(f"epoch {epoch}: loss {losses[-1]:.3f}")
-    accelerator.print(accelerator.summary())
     return losses
 
 

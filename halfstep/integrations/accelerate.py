@@ -69,12 +69,14 @@ class Accelerator(accelerate.Accelerator):
     ):
         given = inspect.signature(accelerate.Accelerator.__init__).bind_partial(self, *args, **options).arguments
         refuse_precision(given.pop("mixed_precision", None))
+        config = given.pop("parallelism_config", None)
         refuse_sharding(given)
         given.pop("self")
         plugin = fsdp.plugin_of(given)
+        fsdp.check_parallelism(config, plugin)
         with preserve_fp32_matmuls():
             super().__init__(mixed_precision="no", **given)
-        fsdp.use_on_cpus(self.state, plugin)
+        fsdp.use(self, plugin, config)
         self._start(policy, seed, ema, tokens)
 
     @classmethod

@@ -24,6 +24,7 @@ from typing import Any
 
 import accelerate
 import torch
+from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
@@ -56,6 +57,23 @@ def plugin_of(
     if plugin is not None:
         _check(plugin)
     return plugin
+
+
+def check_parallelism(config: ParallelismConfig | None, plugin: FullyShardedDataParallelPlugin | None) -> None:
+    """Refuses what splits more than shards and their copies."""
+    if config is None:
+        return
+    others = [f"{name}={size}" for name, size in config._sizes.items() if size > 1 and not name.startswith("dp_")]
+    if others:
+        raise ParallelError(
+            f"ParallelismConfig({', '.join(others)}) beside policy= is not implemented: it splits layers or rows",
+            hint="ParallelismConfig(dp_replicate_size=..., dp_shard_size=...), with an FSDP2 plugin",
+        )
+    if plugin is None or not config.dp_shard_enabled:
+        raise ParallelError(
+            "ParallelismConfig beside policy= is for copies of shards (HSDP), and there are no shards",
+            hint="an FSDP2 plugin and dp_shard_size > 1; or omit it, and processes train by DDP",
+        )
 
 
 def _check_version(version: int) -> None:
@@ -97,12 +115,20 @@ def check_parameters(model: nn.Module) -> None:
             )
 
 
-def use_on_cpus(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin | None) -> None:
-    """Has processes on CPUs shard, too: there Accelerate ignores its plugin, and trains by DDP without a word."""
+def use(
+    accelerator: accelerate.Accelerator,
+    plugin: FullyShardedDataParallelPlugin | None,
+    config: ParallelismConfig | None = None,
+) -> None:
+    """Has processes shard; on CPUs Accelerate ignores its plugin, and trains by DDP without a word."""
+    state = accelerator.state
     if plugin is not None and state.distributed_type == DistributedType.MULTI_CPU:
         state.fsdp_plugin = plugin
         state.distributed_type = DistributedType.FSDP
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    if config is not None:  # which Accelerate's own __init__ refuses on CPUs
+        state.parallelism_config, state.device_mesh = config, config.get_device_mesh(accelerator.device.type)
+        config._validate_accelerator(accelerator)
 
 
 @contextmanager

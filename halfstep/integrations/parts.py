@@ -103,10 +103,13 @@ def load(run: Run, path: Path) -> tuple[Any, Mapping[str, Tensor]]:
     return facts, own
 
 
-def load_weights(run: Run, path: Path) -> None:
-    """Loads the weights of what `save` wrote, and nothing else."""
+def load_weights(run: Run, path: Path) -> Any:
+    """Loads the weights of what `save` wrote, and nothing else; returns the framework's facts."""
     with same_on_all_ranks():
-        state.load_trained(run, _read(run, path)[1])
+        table, tensors = _read(run, path)
+        facts = state.decode(table["facts"], tensors)
+        state.load_trained(run, tensors)
+    return facts
 
 
 def _read(run: Run, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -222,7 +222,7 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
             return dict(each)
         return {"counter" if isinstance(value, Counter) else "dict": each}
     raise StateError(
-        f"`{name}` is a {type_name(value)}, which a saved state cannot hold",
+        f"`{name}` is {type_name(value)}, which a saved state cannot hold",
         hint="numbers, strings, tensors and arrays can be saved, in lists, tuples and dictionaries; keep anything "
         "else out of what is saved",
     )

@@ -135,7 +135,7 @@ class PolicyMixin:
         plugin = fsdp.plugin_of({}, getattr(self.args, "fsdp_plugin_args", None))
         with preserve_fp32_matmuls():
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        fsdp.use_on_cpus(self.accelerator.state, plugin)
+        fsdp.use(self.accelerator, plugin)
         self.is_fsdp_enabled = self.accelerator.is_fsdp2
         options = {"seed": self.args.seed, "ema": self._ema, "tokens": self._tokens}
         _Accelerator.from_stock(self.accelerator, self._policy, **options)

@@ -1,6 +1,7 @@
 """What ranks do in tests of FSDP2 in Accelerate: prepare a small model by its plugin, and train by its loop."""
 
 import os
+import time
 from collections import Counter
 
 import accelerate
@@ -13,6 +14,7 @@ from halfstep.integrations import fsdp
 from halfstep.integrations.accelerate import Accelerator
 from halfstep.torch.state import state_of
 from tests.accelerate_state import reset
+from tests.processes import killed_ranks
 from tests.torch.parallel import jobs
 
 SETTINGS = {
@@ -65,11 +67,29 @@ def begin_stock(kind, *, dtype=torch.float32, weight_decay=0.01):
     forget()
     plugin = None if kind is None else FullyShardedDataParallelPlugin(**SETTINGS, state_dict_type=kind)
     made = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin)
-    fsdp.use_on_cpus(made.state, plugin)
+    fsdp.use(made, plugin)
     model = jobs.net().to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=weight_decay)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [6], 0.5)  # two a step
     return made, *made.prepare(model, optimizer, scheduler)
+
+
+def killed_saves(folder, saving, newest, longest):
+    """30 folders that two ranks were saving to, on and on, when one of them was killed, or both.
+
+    `newest(folder)` is the newest whole checkpoint: the kill comes up to so many seconds after the first of them.
+    """
+    for kill in range(30):
+        into = folder / str(kill)
+        victims = ((0,), (1,), (0, 1))[kill % 3]
+        with killed_ranks(victims, saving, str(into)):
+            over = time.monotonic() + 60
+            while not newest(into):
+                assert time.monotonic() < over
+                time.sleep(0.001)
+            time.sleep(longest * kill / 30)
+            last = newest(into)
+        yield into, last
 
 
 def logits(model, tokens):

@@ -1,15 +1,16 @@
 """FSDP2 in Accelerate, on two ranks: what is sharded, what travels, the updates of a run, saves and resumes."""
 
 import os
-import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState
 from accelerate.utils import ProjectConfiguration
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -19,7 +20,7 @@ from halfstep.integrations import parts
 from halfstep.torch import prepare
 from tests.accelerate_state import fresh_accelerate  # noqa: F401
 from tests.integrations import sharded
-from tests.processes import killed_ranks, preload_integrations
+from tests.processes import preload_integrations
 from tests.refusals import refuses
 from tests.torch.nets import same_by_name
 from tests.torch.parallel import jobs
@@ -233,6 +234,38 @@ def test_the_nan_of_one_rank_is_skipped_by_all_and_its_rank_is_named(ranks, poli
     assert ranks(bad_rank, 2) == [1, 1]
 
 
+def by_own_hybrid_loop():
+    model = jobs.net()
+    run = prepare(model, "bf16-mixed", clip_norm=1.0)
+    jobs.shard(model, 2, 2)
+    run.attach(jobs.OPTIMIZERS["fused"](model.parameters()))
+    sent = sharded.sent(lambda: [run.step(jobs.loss_of(model), jobs.batches(step, 1)) for step in range(2)])
+    return jobs.whole(model), sent
+
+
+def by_hybrid_accelerate(folder):
+    made = sharded.begin(parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2))
+    sent = sharded.sent(lambda: sharded.train(made, 2))
+    weights = jobs.whole(made[1])
+    made[0].save_state(folder)
+    seen = [skipped for _, skipped in sharded.train(made, 1, first=2, spoil=(2, 3))]
+    return weights, sent, (seen, int(made[0].result.bad_rank)), sharded.whole_state(made[0].run)
+
+
+@pytest.mark.prove
+def test_copies_of_shards_make_the_updates_of_an_own_loop_and_are_saved_once(ranks, tmp_path):
+    hybrid = ranks(by_hybrid_accelerate, 4, str(tmp_path))
+    for (weights, sent, skips, _), (own, own_sent) in zip(hybrid, ranks(by_own_hybrid_loop, 4), strict=True):
+        assert same_by_name(weights, own)
+        assert skips == ([True], 3)
+        reduced = {dtype: nbytes for (name, dtype), (_, nbytes) in sent.items() if name == "reduce_scatter_base"}
+        assert reduced == {torch.float32: own_sent["reduce_scatter_base", torch.float32][1]}
+    parts_of_ranks = sorted((tmp_path / "step-000002").glob("*.safetensors"), key=lambda path: path.name)
+    rows = [{n for n in load_file(path) if not n.startswith("rank.")} for path in parts_of_ranks]
+    assert [len(names) > 0 for names in rows] == [True, True, False, False]  # the second copy writes nothing
+    assert same_by_name(ranks(loaded, 2, str(tmp_path))[0], hybrid[0][3])
+
+
 # -- saving and loading
 
 
@@ -406,24 +439,12 @@ def test_a_killed_job_loses_no_whole_checkpoint(ranks, tmp_path):
     """30 times a rank is killed, or both, up to 90 ms into saves of some 30 ms: the newest folder is whole."""
     expected = ranks(states_after, 2, 2)[0]
     found_at = Counter()
-    for kill in range(30):
-        folder = tmp_path / str(kill)
-        victims = ((0,), (1,), (0, 1))[kill % 3]
-        with killed_ranks(victims, saving, str(folder)):
-            wait_for(lambda folder=folder: folder.is_dir() and parts.newest(folder))
-            time.sleep(0.003 * kill)
+    for folder, _ in sharded.killed_saves(tmp_path, saving, lambda f: f.is_dir() and parts.newest(f), 0.09):
         first, second = ranks(loaded, 2, str(folder))
         assert same_by_name(first, second)
         (update,) = [step for step, state in enumerate(expected) if same_by_name(first, state)]
         found_at[update] += 1
     assert found_at.total() == 30
-
-
-def wait_for(found):
-    over = time.monotonic() + 60
-    while not found():
-        assert time.monotonic() < over
-        time.sleep(0.001)
 
 
 # -- what is refused
@@ -442,6 +463,14 @@ def test_a_plugin_that_a_policy_cannot_train_by_is_refused(plugin, said):
     with refuses(HalfstepError, said):
         sharded.accelerator(plugin=plugin)
     assert AcceleratorState._shared_state == {}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"), [({"dp_shard_size": 2, "tp_size": 2}, "tp=2"), ({"dp_replicate_size": 2}, "no shards")]
+)
+def test_other_ways_to_split_are_refused(sizes, said):
+    with refuses(HalfstepError, said):
+        sharded.accelerator(parallelism_config=ParallelismConfig(**sizes))
 
 
 def test_activation_checkpointing_without_layers_is_refused(ranks):

@@ -138,7 +138,7 @@ class Stock(transformers.Trainer):
     def create_accelerator_and_postprocess(self):
         plugin = fsdp.plugin_of({}, self.args.fsdp_plugin_args)
         super().create_accelerator_and_postprocess()
-        fsdp.use_on_cpus(self.accelerator.state, plugin)
+        fsdp.use(self.accelerator, plugin)
         self.is_fsdp_enabled = self.accelerator.is_fsdp2
 
 

@@ -1,13 +1,15 @@
 """FSDP2 in transformers.Trainer, on two ranks: shards, resumes, the best model, evaluation, and saved models."""
 
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, TrainerCallback
 
+from halfstep.integrations.transformers import _is_whole
 from tests.accelerate_state import fresh_accelerate  # noqa: F401
 from tests.integrations import sharded, test_transformers
 from tests.integrations.test_processes import BOUNDS
@@ -144,3 +146,57 @@ def test_the_best_model_is_loaded_and_saved_whole(ranks, tmp_path, kind):
         at_best = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
         assert same_by_name({name: p.detach() for name, p in at_best.named_parameters()}, weights)
     assert (tmp_path / "checkpoint-2/model.safetensors").exists() == (kind == "FULL_STATE_DICT")
+
+
+class States(TrainerCallback):
+    """Keeps the state of the run when training begins, and after each update until the last that is asked for."""
+
+    def __init__(self, last):
+        self.last, self.found = last, {}
+
+    def on_step_end(self, args, state, control, **_):
+        self.found[state.global_step] = sharded.whole_state(self.trainer.run)
+        control.should_training_stop = state.global_step >= self.last
+
+    def on_train_begin(self, args, state, control, **_):
+        if state.global_step:
+            self.found[state.global_step] = sharded.whole_state(self.trainer.run)
+            raise KeyboardInterrupt  # it was loaded, which is all that is asked
+
+
+SAVING = {**SHARDED, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "max_steps": 400}
+
+
+def states(folder, last, resume=None):
+    callback = States(last)
+    trainer = callback.trainer = make(folder, callbacks=[callback], **SAVING)
+    with suppress(KeyboardInterrupt):
+        trainer.train(resume_from_checkpoint=resume)
+    return callback.found
+
+
+def saving(folder):
+    make(folder, **SAVING).train()
+
+
+def newest(folder):
+    return max((_number(path) for path in folder.glob("checkpoint-*") if _is_whole(path)), default=0)
+
+
+def _number(path):
+    return int(path.name.removeprefix("checkpoint-"))
+
+
+@pytest.mark.prove
+def test_a_killed_trainer_loses_no_whole_checkpoint(ranks, tmp_path):
+    """30 times, amid saves after each update, of which two are kept: it resumes from the newest that is whole."""
+    expected = ranks(states, 2, str(tmp_path / "whole"), 40)[0]
+    partial_folders = 0
+    for folder, last in sharded.killed_saves(tmp_path, saving, newest, 0.3):
+        partial_folders += not all(map(_is_whole, folder.glob("checkpoint-*")))
+        first, second = ranks(states, 2, str(folder), 0, True)
+        ((step, state),) = first.items()
+        assert step == newest(folder) >= last
+        assert same_by_name(state, expected[step])
+        assert same_by_name(state, second[step])
+    assert partial_folders  # some kills came within a save

@@ -27,7 +27,7 @@ PACKAGES = {
     "halfstep.integrations.accelerate": ["Accelerator"],
     "halfstep.integrations.transformers": ["Trainer", "PolicyMixin", "AuditCallback"],
     "halfstep.integrations.adapters": ["merge"],
-    "halfstep.integrations.lightning": ["HalfstepPrecision", "Fabric", "AuditCallback"],
+    "halfstep.integrations.lightning": ["HalfstepPrecision", "Fabric", "ModelParallelStrategy", "AuditCallback"],
 }
 SMALL = ["model.context=16", "model.layers=1", "model.width=16", "model.heads=2", "training.batch=2",
          "training.steps=3", "training.validation_tokens=64", "training.measure_ceiling=false"]  # fmt: skip

@@ -16,4 +16,5 @@ entries share once, so the run's state adds little.
 
 from halfstep.integrations.lightning.audit import AuditCallback as AuditCallback
 from halfstep.integrations.lightning.fabric import Fabric as Fabric
+from halfstep.integrations.lightning.sharded import ModelParallelStrategy as ModelParallelStrategy
 from halfstep.integrations.lightning.trainer import HalfstepPrecision as HalfstepPrecision

@@ -28,8 +28,8 @@ def check_strategy(strategy: Any) -> None:
     if not (strategy == "auto" or strategy.startswith("ddp") if named else isinstance(strategy, _STRATEGIES)):
         what = strategy if named else type(strategy).__name__
         raise ParallelError(
-            f"strategy={what}: no policy is implemented for it, only for one device and for DDP",
-            hint='strategy="auto" or strategy="ddp"',
+            f"strategy={what}: no policy is implemented for it, only for one device, DDP and the Trainer's FSDP2",
+            hint='strategy="auto" or "ddp"; to shard, ModelParallelStrategy of halfstep.integrations.lightning',
         )
     if (hook := getattr(strategy, "_ddp_comm_hook", None)) is not None:
         raise ParallelError(
@@ -83,13 +83,18 @@ def covered_functions(run: Run) -> AbstractContextManager[Any]:
     return cast(AbstractContextManager[Any], mode)
 
 
-def run_state(run: Run) -> dict[str, Any]:
-    """Returns the state of a run, with the random state of each replica."""
+def warn_between_micro_batches(run: Run) -> None:
+    """Warns of a save that lacks gradients."""
     if run.accumulation.begun:
         rank_zero_warn(
             "The checkpoint is saved between the micro-batches of an update, and lacks their gradients, as with "
             "plain Lightning: a run that resumes from it is not the same. From one after an update it is."
         )
+
+
+def run_state(run: Run) -> dict[str, Any]:
+    """Returns the state of a run, with the random state of each replica."""
+    warn_between_micro_batches(run)
     state = run.state_dict()
     if (count := num_ranks()) > 1:
         state["replicas"] = [None] * count

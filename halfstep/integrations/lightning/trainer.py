@@ -20,12 +20,14 @@ from halfstep.core.errors import (
     ArgumentError,
     HalfstepError,
     OptimizerParametersError,
+    ParallelError,
     RunStateError,
     SplitMasterError,
     UnsupportedModelError,
 )
 from halfstep.core.policy import Policy
 from halfstep.core.scaling import DynamicScale
+from halfstep.integrations.lightning.sharded import ModelParallelStrategy
 from halfstep.integrations.lightning.shared import (
     check_backward,
     check_replicas,
@@ -38,6 +40,7 @@ from halfstep.integrations.lightning.shared import (
 )
 from halfstep.torch.numerics.record import record_of, update_record
 from halfstep.torch.run import Run, prepare
+from halfstep.torch.update.parts import device_of
 from halfstep.torch.update.step import StepResult
 
 _COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict_step")  # by torch.compile
@@ -63,7 +66,7 @@ class HalfstepPrecision(PlainPrecision):
         if self._run is None:
             raise RunStateError(
                 "the plugin has no model yet: the Trainer connects it when it fits or evaluates",
-                hint="read it in on_fit_start or later; strategies that shard the model are not supported",
+                hint="read it in on_fit_start or later",
             )
         return self._run
 
@@ -88,8 +91,45 @@ class HalfstepPrecision(PlainPrecision):
                 "HalfstepPrecision is for Lightning's Trainer",
                 hint=f"from halfstep.integrations.lightning import Fabric; Fabric(policy={str(self._policy)!r})",
             )
-        check_strategy(trainer.strategy)
+        if not isinstance(trainer.strategy, ModelParallelStrategy):
+            check_strategy(trainer.strategy)
+        elif self._run is None or self._run.model is not module:
+            raise RunStateError(
+                f"{type(module).__name__}.configure_model has not applied the policy before it sharded the model",
+                hint="self.trainer.precision_plugin.prepare(self), before its first fully_shard",
+            )
         return module
+
+    def prepare(self, module: pl.LightningModule) -> None:
+        """Applies the policy to a model that `configure_model` is about to shard; call it before `fully_shard`."""
+        strategy = module.trainer.strategy
+        if not isinstance(strategy, ModelParallelStrategy):
+            check_strategy(strategy)
+            raise ArgumentError(
+                "prepare() is for a model that configure_model shards; otherwise the Trainer applies the policy",
+                hint="strategy=ModelParallelStrategy() of halfstep.integrations.lightning, or leave the call out",
+            )
+        before = record_of(module).prepared
+        if before is self and not (self.run.optimizers and module.trainer.training):
+            return
+        if isinstance(before, HalfstepPrecision) and before.run.sharded is not None:
+            raise RunStateError(
+                f"this {type(module).__name__} was sharded for an earlier fit, and cannot be given back",
+                hint="make a new one, with ckpt_path= to continue from what was saved",
+            )
+        if device_of(module).type != "meta":
+            module.to(strategy.root_device)
+        self._begin(module, None)
+
+    def _begin(self, module: pl.LightningModule, optimizers: list[torch.optim.Optimizer] | None) -> Run:
+        self._release()
+        before = record_of(module).prepared  # by another Trainer
+        if isinstance(before, HalfstepPrecision) and before.run.model is module:
+            before._release()
+        with _without_compile(module):
+            self._run = prepare(module, optimizers, self._policy, **self._options)
+        update_record(module, prepared=self)  # which unprepare removes
+        return self._run
 
     def connect(
         self, model: nn.Module, optimizers: list[torch.optim.Optimizer], lr_schedulers: list[Any]
@@ -101,21 +141,19 @@ class HalfstepPrecision(PlainPrecision):
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
             _check_module(module)
+        shards = isinstance(trainer.strategy, ModelParallelStrategy)
+        if shards:
+            self.run.follow_model()
+            _check_sharded(self.run)
         if self._run is not None and self._run.model is module and not fits:
-            return model, optimizers, lr_schedulers  # to evaluate what was trained
-        self._release()
-        before = record_of(module).prepared  # by another Trainer
-        if isinstance(before, HalfstepPrecision) and before.run.model is module:
-            before._release()
-        with _without_compile(module):
-            run = prepare(module, optimizers if fits else None, self._policy, **self._options)
+            return model, optimizers, lr_schedulers
+        run = self.run.attach(optimizers) if shards else self._begin(module, optimizers if fits else None)
         if fits:
             check_replicas(run, wrapped=module is not model)
             _check_averages(run, trainer.callbacks)  # type: ignore[attr-defined]
             if trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE:
                 run.clip_norm = float(trainer.gradient_clip_val or 0.0)  # for the summary
-        self._run, self.result = run, None
-        update_record(module, prepared=self)  # which unprepare removes
+        self.result = None
         return model, optimizers, lr_schedulers
 
     def __deepcopy__(self, _: Any) -> "HalfstepPrecision":
@@ -134,7 +172,9 @@ class HalfstepPrecision(PlainPrecision):
         if optimizer is None:
             raise _manual_optimization_error()
         check_backward(args, kwargs)
-        self.run.backward(tensor, normalized=True)
+        strategy = model.trainer.strategy
+        last = not isinstance(strategy, ModelParallelStrategy) or strategy.is_last_micro_batch
+        self.run.backward(tensor, normalized=True, last=last)
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
@@ -189,7 +229,11 @@ class HalfstepPrecision(PlainPrecision):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything the next step depends on, for Lightning's checkpoint."""
-        return run_state(self._run) if self._run is not None and self._run.optimizers else {}
+        if (
+            self._run is None or not self._run.optimizers or self._run.sharded is not None
+        ):  # then in the strategy's
+            return {}
+        return run_state(self._run)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores a run bit for bit; to evaluate, Lightning has loaded the weights already."""
@@ -221,6 +265,15 @@ def _check_module(module: pl.LightningModule) -> None:
         raise UnsupportedModelError(
             f"{type(module).__name__}.backward is its own, and would bypass the run: no scale, no finite check",
             hint="remove it; return the loss from training_step",
+        )
+
+
+def _check_sharded(run: Run) -> None:
+    """Refuses a model that configure_model left whole: nobody would exchange its gradients."""
+    if run.sharded is None:
+        raise ParallelError(
+            f"{type(run.model).__name__}.configure_model has not sharded the model",
+            hint='fully_shard(layer, mesh=self.device_mesh["data_parallel"]) of each layer, then of the model',
         )
 
 

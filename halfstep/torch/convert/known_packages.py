@@ -35,8 +35,8 @@ WRAPPERS = {
     "FullyShardedDataParallel": ("wrapped by FSDP1, which flattens parameters,", f"use FSDP2: {SHARD_ORDER}"),
     "FSDPModule": (
         "wrapped by FSDP",
-        f"{SHARD_ORDER}. Accelerate and Trainer shard by `fsdp_plugin=` and `fsdp=True`, beside policy=: import "
-        "Accelerator from halfstep.integrations.accelerate, or Trainer from halfstep.integrations.transformers",
+        f"{SHARD_ORDER}. In Accelerate, Trainer and Lightning import theirs from halfstep.integrations, which "
+        "shard after the policy (docs/integrations.md)",
     ),
     "DeepSpeedEngine": ("wrapped by DeepSpeed", "prepare(engine.module, ...) takes the model itself"),
     "_FabricModule": (

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.utils import _pytree as pytree
 
-from halfstep.core.errors import LossError
+from halfstep.core.errors import LossError, ParallelError
 from halfstep.torch.layers import Layer
 from halfstep.torch.numerics.shards import ShardCast
 from halfstep.torch.parallel.wire import NarrowReduceScatter
@@ -85,6 +85,8 @@ class Sharded:
 
     def __init__(self, model: nn.Module, wire: torch.dtype):
         self.modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for group, _ in self.groups():
+            _check_policies(group)
         if wire != torch.float32:
             for module in self.modules:
                 module.set_custom_reduce_scatter(NarrowReduceScatter(wire))  # type: ignore[arg-type]
@@ -163,6 +165,22 @@ class Sharded:
         """Returns what a parameter travels in."""
         found = [gather.format() for gather in self.gathers.values() if gather.sharded is sharded]
         return found[0] if found else sharded.sharded_param.dtype
+
+
+def _check_policies(group: Any) -> None:
+    """Refuses what `fully_shard` was given beside a policy."""
+    given = group.mp_policy
+    if not {given.param_dtype, given.reduce_dtype, given.output_dtype} <= {None, torch.float32}:
+        raise ParallelError(
+            f"fully_shard(mp_policy=...) beside a policy: {given} would round gradients or outputs by itself",
+            hint="omit it: weights travel in the policy's compute format, and gradients are reduced in fp32",
+        )
+    if isinstance(group.offload_policy, CPUOffloadPolicy):
+        raise ParallelError(
+            "fully_shard(offload_policy=CPUOffloadPolicy()) beside a policy is not implemented: masters would be "
+            "elsewhere than gradients",
+            hint="omit it; `moments=bf16` in the policy and checkpointed activations save memory",
+        )
 
 
 def _outside_of_modes(hook: Any) -> Any:

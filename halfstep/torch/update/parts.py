@@ -170,17 +170,7 @@ class RunParts:
                 f"`{empty[0]}` is on the meta device and has no numbers ({len(empty)} such parameters)",
                 hint="model.to_empty(device=...), load or initialize the weights, then run.attach(optimizers)",
             )
-        now, known = dict(self.model.named_parameters()), self.masters.names
-        same_names = [*now] == [*known.values()]
-        if same_names and all(is_shard(p) and p not in known for p in now.values()):  # as fully_shard leaves them
-            from halfstep.torch.parallel.gathered import Sharded  # imports FSDP
-
-            self._index_parameters()
-            self._check_shards()
-            self.casts = self.sharded = Sharded(self.model, dtype_of(self.policy.reduce))
-            self.masters.casts = {g.sharded.sharded_param: g.cast for g in self.sharded.gathers.values()}
-        elif same_names and all(p.is_meta for p in known):  # it has its memory since, which replaces parameters
-            self._index_parameters()
+        self.follow_model()
         if self.sharded is None and self.conversion.split_later:
             self.conversion = split_now(self.model, self.conversion)
             self._index_parameters()
@@ -207,6 +197,27 @@ class RunParts:
         self.buffers.remember()
         self._bind()
         self.watch_optimizers()
+
+    def follow_model(self) -> None:
+        """Finds the parameters anew if all were replaced since the policy was applied: by shards, or by memory."""
+        now, known = dict(self.model.named_parameters()), self.masters.names
+        same_names = [*now] == [*known.values()]
+        sharded = [is_shard(p) for p in now.values()]
+        if any(sharded) and not all(sharded):
+            whole = [name for name, p in now.items() if not is_shard(p)]
+            raise ParallelError(
+                f"`{whole[0]}` is not sharded ({len(whole)} of {len(now)} parameters are not): all are, or none",
+                hint="fully_shard(model) after that of its blocks takes the rest; leave out `ignored_params`",
+            )
+        if same_names and all(p not in known for p in now.values()) and all(sharded):  # as fully_shard leaves them
+            from halfstep.torch.parallel.gathered import Sharded  # imports FSDP
+
+            self._index_parameters()
+            self._check_shards()
+            self.casts = self.sharded = Sharded(self.model, dtype_of(self.policy.reduce))
+            self.masters.casts = {g.sharded.sharded_param: g.cast for g in self.sharded.gathers.values()}
+        elif same_names and all(p.is_meta for p in known):
+            self._index_parameters()
 
     def make_casts(self) -> None:
         """Casts weights for all micro-batches of an update: those eager layers cast, or shards that travel."""

@@ -38,6 +38,15 @@ def test_a_script_behind_a_launcher_ends_after_its_updates(capfd):
     assert check(record) == []
 
 
+@pytest.mark.prove
+def test_a_script_that_asks_whether_torch_is_there_before_it_imports_it_is_watched():
+    """As packages do that are imported first, such as transformers and datasets."""
+    asks = "import sys, importlib.util, runpy; importlib.util.find_spec('torch'); "
+    asks += "runpy.run_path(sys.argv.pop(1), {}, '__main__')"
+    (record,) = run([sys.executable, "-c", asks, PLAIN, "3"]).records
+    assert record.updates == 3
+
+
 def test_a_command_without_torch_and_one_without_python():
     assert run([sys.executable, "-c", "print(1)"]).notes == (
         "no process imported torch: only training on torch can be watched by a command",

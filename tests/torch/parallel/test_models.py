@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,6 +48,15 @@ def test_a_model_on_the_meta_device_is_prepared_sharded_and_filled(ranks, way):
     assert_same("bf16-mixed", from_meta("bf16-mixed", "ddp"), ranks(from_meta, 2, "bf16-mixed", way))
 
 
+# What `fully_shard` may be given by mistake.
+MISTAKES = {
+    "computed in bf16": lambda model: {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+    "reduced in bf16": lambda model: {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
+    "on the host": lambda model: {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "ignored": lambda model: {"ignored_params": {model.norm.weight}},
+}
+
+
 def refused(way):
     model = jobs.net()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensors",))
@@ -75,6 +84,8 @@ def refused(way):
             if way == "blocks alone":
                 for block in model.blocks:
                     fully_shard(block, mesh=mesh)
+            elif way in MISTAKES:
+                fully_shard(model, mesh=mesh, **MISTAKES[way](model))
             else:
                 jobs.shard(model)
             run.attach(AdamW(model.parameters(), lr=1e-2))
@@ -91,7 +102,11 @@ def refused(way):
         ("tensor parallel after", "tensor parallelism is not implemented", "fully_shard alone"),
         ("fsdp1 before", "FSDP1", "FSDP2"),
         ("fsdp1 after", "FSDP1", "FSDP2"),
-        ("blocks alone", "not a parameter that the model was prepared with", "and of the model"),
+        ("blocks alone", "`embedding.weight` is not sharded (3 of 15 parameters", "takes the rest"),
+        ("ignored", "`norm.weight` is not sharded", "leave out `ignored_params`"),
+        ("computed in bf16", "mp_policy", "omit it"),
+        ("reduced in bf16", "mp_policy", "omit it"),
+        ("on the host", "elsewhere than gradients", "omit it"),
         ("narrow", "has no fp32 master", "param=fp32"),
         ("copied", "sharded", "state_dict"),
         ("given back", "sharded", "full_tensor"),

@@ -19,15 +19,16 @@ class AfterTorch:
     """Finds torch as Python would, and installs the hooks when it has been imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Called by Python for every import, until torch is imported."""
+        """Called by Python for every import, and by packages that ask whether torch is there."""
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, others), None)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
             def run_and_watch(module: Any) -> None:
+                sys.meta_path.remove(self)
                 run(module)
                 watch()
 
