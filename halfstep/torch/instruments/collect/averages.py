@@ -6,6 +6,7 @@ the weight, rounded: a copy of the weights, which is written too, is the weight.
 """
 
 import gc
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -44,8 +45,6 @@ class AverageWatch:
     def look(self, weights: Mapping[str, Tensor], apart: Iterable[Tensor]) -> None:
         """Takes note of what was written since the last look; `apart` are tensors that are no averages."""
         self._looks += 1
-        # What FSDP gathers of a shard is narrow, has the weight's shape, and loses its memory after each layer.
-        weights = {name: weight for name, weight in weights.items() if local(weight) is weight}
         for each in self._candidates.values():
             tensor = each.tensor()
             if tensor is not None and _state(tensor) != each.state:
@@ -53,7 +52,7 @@ class AverageWatch:
                 each.writes += 1
                 _compare(each, tensor, weights)
         if self._looks in SEARCHES:
-            shapes = {weight.shape for weight in weights.values()}
+            shapes = {_shape(weight) for weight in weights.values()}
             found = _find(shapes, {*map(id, apart), *self._candidates})
             self._candidates |= {id(each.tensor()): each for each in found}
 
@@ -65,22 +64,31 @@ class AverageWatch:
                 yield Average(each.name, each.format, each.writes, int(each.behind.sum()), int(still.sum()))
 
 
-def _find(shapes: set[torch.Size], apart: set[int]) -> Iterator[_Candidate]:
+def _shape(tensor: Tensor) -> tuple[bool, torch.Size]:
+    """Returns what an average has in common with its weight: whether it is sharded, and this rank's shape.
+
+    What FSDP gathers of a shard is narrow, has the weight's shape, and loses its memory after each layer.
+    """
+    return local(tensor) is not tensor, local(tensor).shape
+
+
+def _find(shapes: set[tuple[bool, torch.Size]], apart: set[int]) -> Iterator[_Candidate]:
     """Yields tensors that may be averages. Their numbers are not read: memory behind them may be gone."""
-    for each in [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]:
-        fits = each.dim() and is_narrow(each.dtype) and each.shape in shapes and id(each) not in apart
+    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", Tensor)
+    for each in [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter, sharded)]:
+        fits = each.dim() and is_narrow(each.dtype) and _shape(each) in shapes and id(each) not in apart
         if fits and each.is_leaf and not each.is_inference() and not each.is_meta:
             yield _Candidate(weakref.ref(each), format_name(each.dtype), _state(each))
 
 
 def _compare(each: _Candidate, tensor: Tensor, weights: Mapping[str, Tensor]) -> None:
     """Takes note of the numbers of a tensor that the script has just written to."""
-    if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.itemsize:
-        return  # a sharded one, whose memory is lent
+    if local(tensor).untyped_storage().nbytes() < local(tensor).numel() * tensor.itemsize:
+        return  # its memory is lent
     part = _part(tensor)
     if each.first is None:
         # Of several weights of one shape it is an average of the one that it is most like.
-        names = [name for name, weight in weights.items() if weight.shape == tensor.shape]
+        names = [name for name, weight in weights.items() if _shape(weight) == _shape(tensor)]
         alike = [(_part(weights[name]).to(part) == part).sum() for name in names]
         each.name = names[int(torch.stack(alike).argmax())] if alike else ""
         each.first = part.float()
