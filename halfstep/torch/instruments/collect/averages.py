@@ -19,6 +19,7 @@ from halfstep.torch.instruments.collect.tensors import format_name, is_narrow, l
 
 LIMIT = 2048  # elements of a tensor that are looked at
 WRITES = 3  # before anything is said
+PAIRS = 50_000  # of an average and a weight that may be its own: about a second, where thousands have one shape
 SEARCHES = (1, 4)  # the looks at which new ones are searched for: some scripts make theirs late
 
 
@@ -39,7 +40,7 @@ class AverageWatch:
 
     def __init__(self) -> None:
         self._candidates: dict[int, _Candidate] = {}
-        self._looks = 0
+        self._looks = self._pairs = 0
 
     @torch.no_grad()
     def look(self, weights: Mapping[str, Tensor], apart: Iterable[Tensor]) -> None:
@@ -50,7 +51,8 @@ class AverageWatch:
             if tensor is not None and _state(tensor) != each.state:
                 each.state = _state(tensor)
                 each.writes += 1
-                _compare(each, tensor, weights)
+                if each.first is not None or self._pairs < PAIRS:
+                    self._pairs += _compare(each, tensor, weights)
         if self._looks in SEARCHES:
             shapes = {_shape(weight) for weight in weights.values()}
             found = _find(shapes, {*map(id, apart), *self._candidates})
@@ -81,11 +83,11 @@ def _find(shapes: set[tuple[bool, torch.Size]], apart: set[int]) -> Iterator[_Ca
             yield _Candidate(weakref.ref(each), format_name(each.dtype), _state(each))
 
 
-def _compare(each: _Candidate, tensor: Tensor, weights: Mapping[str, Tensor]) -> None:
-    """Takes note of the numbers of a tensor that the script has just written to."""
+def _compare(each: _Candidate, tensor: Tensor, weights: Mapping[str, Tensor]) -> int:
+    """Notes the numbers of a tensor that was just written to; returns how many weights it was compared with."""
     if local(tensor).untyped_storage().nbytes() < local(tensor).numel() * tensor.itemsize:
-        return  # its memory is lent
-    part = _part(tensor)
+        return 0  # its memory is lent
+    part, names = _part(tensor), list[str]()
     if each.first is None:
         # Of several weights of one shape it is an average of the one that it is most like.
         names = [name for name, weight in weights.items() if _shape(weight) == _shape(tensor)]
@@ -96,6 +98,7 @@ def _compare(each: _Candidate, tensor: Tensor, weights: Mapping[str, Tensor]) ->
         differs = part.float() != each.first
         each.moved = differs if each.moved is None else each.moved | differs
         each.behind = part != _part(weights[each.name]).to(part)
+    return len(names)
 
 
 def _state(tensor: Tensor) -> tuple[int, int]:
