@@ -297,7 +297,7 @@ def peft_lora():
 
 
 def diffusers_unet():
-    """As the training script of diffusers: noise is predicted under bf16 autocast, from whole timesteps; an EMA."""
+    """As the script of diffusers: noise is predicted under bf16 autocast, from whole timesteps, with EMA."""
     diffusers = pytest.importorskip("diffusers")
     from diffusers.training_utils import EMAModel
 
