@@ -76,6 +76,7 @@ def python_of(folder: Path, torch: str) -> str:
 def run_tests(python: str, files: list[str], folder: Path) -> tuple[int, list[str]]:
     """Runs tests; returns how many passed, and the names of the others."""
     report = folder / "report.xml"
+    report.unlink(missing_ok=True)  # of the part before
     options = ["-q", "-o", "addopts=", "--import-mode=importlib", "-p", "no:cacheprovider", f"--junitxml={report}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     chosen = [] if python == sys.executable else ["-k", f"not ({' or '.join(NEWER)})"]
