@@ -4,7 +4,7 @@
         assert_clean(step)                                  # step() makes one update
 
     def test_bf16(assert_same_training):
-        assert_same_training(in_fp32, in_bf16, seeds=range(5))   # each takes a seed, and returns its final loss
+        assert_same_training(in_bf16, in_fp32, seeds=range(5))   # each takes a seed, and returns its final loss
 
 pytest finds the fixtures by itself wherever halfstep is installed; `from halfstep.integrations.testing import
 assert_clean` works too. Nothing is imported before a test asks for them.

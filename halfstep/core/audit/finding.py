@@ -133,7 +133,7 @@ def define_rule(id: str, name: str, severity: Severity, **texts: str) -> Callabl
 def first_names(names: list[str], shares: Mapping[str, float] | None = None, most: int = 4) -> str:
     """Returns the first few names for a message, with their shares if given, and how many more there are."""
     known = shares or {}
-    quoted = [f"`{name}` {known[name]:.1%}" if known.get(name) else f"`{name}`" for name in names[:most]]
+    quoted = [f"`{name}` {known[name]:.1%}" if any(known.values()) else f"`{name}`" for name in names[:most]]
     return (", ".join(quoted) or "the loop") + (f" and {len(names) - most} more" if len(names) > most else "")
 
 

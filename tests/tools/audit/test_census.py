@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from halfstep.core.audit.engine import check
 from halfstep.tools.audit.targets import collect
@@ -219,6 +222,74 @@ def router_in_bf16(folder, mended):
     train(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
 
 
+class Table(nn.Module):
+    """Rotary angles, as the product of positions and frequencies."""
+
+    def __init__(self, wide):
+        super().__init__()
+        self.wide = wide
+        self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(0, 8, 2) / 8))
+
+    def forward(self, positions):
+        with torch.autocast("cpu", BF16, enabled=not self.wide):
+            angles = positions.float()[:, None] @ self.inv_freq[None]
+        return torch.cat([angles.cos(), angles.sin()], -1).float()
+
+
+class Image(nn.Module):
+    """Places of an image begin at 65,536: in bf16 the next number is 512 away."""
+
+    def __init__(self, wide):
+        super().__init__()
+        self.rope, self.up = Table(wide), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.up(x * self.rope(65536 + torch.arange(len(x))).to(x.dtype))
+
+
+def positions_in_autocast(folder, mended):
+    model = Image(mended)
+    train(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+
+class Denoiser(nn.Module):
+    """A share of the noise's time is cast before it becomes a timestep, and its embedding is computed in fp32."""
+
+    def __init__(self, wide):
+        super().__init__()
+        self.dtype, self.time, self.up = torch.float32 if wide else BF16, Sinusoids(), nn.Linear(8, 8)
+
+    def forward(self, x):
+        sigma = torch.linspace(0.1, 0.99, len(x))
+        return self.up(x + self.time(sigma.to(self.dtype) * 1000))
+
+
+class Sinusoids(nn.Module):
+    def forward(self, timestep):
+        angles = timestep.float()[:, None] * torch.exp(-torch.arange(4) * 2.0)
+        return torch.cat([angles.cos(), angles.sin()], -1)
+
+
+def timesteps_cast_early(folder, mended):
+    model = Denoiser(mended)
+    train(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+
+def shards_in_bf16(folder, mended):
+    """FSDP2 shards a model that was loaded in bf16: its optimizer steps those shards."""
+    world = dist.is_initialized()
+    if not world:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, other = net(torch.float32 if mended else BF16), net()  # of which only the first is trained
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+        train(model, torch.optim.AdamW(model.parameters(), lr=1e-5), dtype=BF16)
+        del other
+    finally:
+        if not world:
+            dist.destroy_process_group()
+
+
 # project and number -> the script, the rule, and what is named
 CENSUS = {
     "accelerate#3979": (upcast_that_does_nothing, "HS101", "up.weight"),
@@ -235,6 +306,9 @@ CENSUS = {
     "minimind#814": (log_softmax_outside_autocast, "HS402", ""),
     "Pytorch-UNet#468": (clip_before_unscale, "HS202", ""),
     "prime-rl#2952": (router_in_bf16, "HS403", "router"),
+    "diffusers#13920": (positions_in_autocast, "HS412", "rope"),
+    "UniRL#438": (timesteps_cast_early, "HS412", "time"),
+    "axolotl#3894": (shards_in_bf16, "HS101", "up.weight"),
 }
 
 
@@ -267,6 +341,7 @@ def test_a_fault_is_named_and_its_mended_twin_is_clean(name, tmp_path):
     assert rule in found, [*found]
     assert not tensor or tensor in found[rule].where
     left = audit(script, tmp_path / "mended", True)
+    assert rule not in left
     assert [each.rule for each in left.values() if each.severity == "error"] == []
 
 

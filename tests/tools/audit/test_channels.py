@@ -1,11 +1,14 @@
 """Findings as machines read them: SARIF, annotations, JUnit, and edits that mend a script."""
 
+import gzip
 import json
+import re
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from halfstep.core.audit.engine import check
+from halfstep.core.audit.engine import check, registry
 from halfstep.core.audit.finding import Finding
 from halfstep.tools.audit.channels import github, junit, sarif
 from halfstep.tools.audit.fixes import MECHANICAL, edit_of
@@ -16,68 +19,98 @@ NO_LINE = Finding("HS701", "gains", "error", "certain", "f.", "p", place="out/mo
 NOWHERE = Finding("HS101", "m", "warning", "likely", "f.", "p", where=["a"], evidence={"lost": 2.0})
 FOUND = [ODD, NO_LINE, NOWHERE]
 
-# The objects of SARIF 2.1.0 that are written: what each must have, and what else it may have. A value is an object
-# by name, [of objects], a type, or the words that are allowed. (OASIS, SARIF 2.1.0, sections 3.13 to 3.57)
-OBJECTS = {
-    "sarifLog": ({"version": ["2.1.0"], "runs": ["run"]}, {"$schema": str}),
-    "run": ({"tool": "tool"}, {"invocations": ["invocation"], "results": ["result"]}),
-    "tool": ({"driver": "toolComponent"}, {}),
-    "toolComponent": ({"name": str}, {"version": str, "rules": ["reportingDescriptor"]}),
-    "reportingDescriptor": (
-        {"id": str},
-        {
-            "name": str,
-            "shortDescription": "message",
-            "fullDescription": "message",
-            "help": "message",
-            "defaultConfiguration": "reportingConfiguration",
-        },
+# As OASIS publishes it.
+SCHEMA = json.loads(gzip.decompress((Path(__file__).parent / "sarif-schema-2.1.0.json.gz").read_bytes()))
+KINDS = {"object": dict, "array": list, "string": str, "boolean": bool, "integer": int, "number": (int, float)}
+FORMATS = {"uri": r"\w+:\S+", "uri-reference": r"[!#-;=?-Z\[\]_a-z~%]*", "date-time": r"\d{4}-\d\d-\d\dT.*Z"}
+
+KEYWORDS = {"$schema", "$id", "title", "description", "default", "definitions", "enum", "required", "properties"}
+KEYWORDS |= {"additionalProperties", "items", "minItems", "uniqueItems", "minimum", "maximum", "pattern", "format"}
+
+
+def faults(value, schema, at="log"):
+    """Yields what breaks a JSON schema; a keyword that is not known here is a fault of this function."""
+    for keyword, rule in schema.items():
+        match keyword:
+            case "$ref":
+                yield from faults(value, SCHEMA["definitions"][rule.removeprefix("#/definitions/")], at)
+            case "type":
+                kinds = [rule] if isinstance(rule, str) else rule
+                right = any(isinstance(value, KINDS[kind]) for kind in kinds)
+                if not right or (isinstance(value, bool) and "boolean" not in kinds):
+                    yield f"{at}: {value!r} is not of type {rule}"
+            case "enum" if value not in rule:
+                yield f"{at}: {value!r} is none of {rule}"
+            case "required" if isinstance(value, dict):
+                yield from (f"{at}: no {key}" for key in rule if key not in value)
+            case "properties" if isinstance(value, dict):
+                for key in rule.keys() & value.keys():
+                    yield from faults(value[key], rule[key], f"{at}.{key}")
+            case "additionalProperties" if isinstance(value, dict) and rule is not True:
+                for key in value.keys() - schema.get("properties", {}).keys():
+                    yield from faults(value[key], rule, f"{at}.{key}") if rule else [f"{at}: no place for {key}"]
+            case "items" if isinstance(value, list):
+                for i, each in enumerate(value):
+                    yield from faults(each, rule, f"{at}[{i}]")
+            case "anyOf" | "oneOf":
+                fit = sum(not [*faults(value, each)] for each in rule)
+                if not fit or (keyword == "oneOf" and fit > 1):
+                    yield f"{at}: {value!r} fits {fit} of {len(rule)}"
+            case "minItems" if isinstance(value, list) and len(value) < rule:
+                yield f"{at}: {len(value)} items, at least {rule}"
+            case "uniqueItems" if isinstance(value, list) and len({*map(json.dumps, value)}) < len(value):
+                yield f"{at}: one item twice"
+            case "minimum" | "maximum" if isinstance(value, int | float):
+                if value < rule if keyword == "minimum" else value > rule:
+                    yield f"{at}: {value} is beyond {rule}"
+            case "pattern" | "format" if isinstance(value, str):
+                if not re.search(rule if keyword == "pattern" else f"^{FORMATS[rule]}$", value):
+                    yield f"{at}: {value!r} is no {rule}"
+            case _:
+                assert keyword in KEYWORDS, keyword
+
+
+BROKEN = {
+    "no version": lambda log: log.pop("version"),
+    "another version": lambda log: log.update(version="2.0.0"),
+    "a level of ours": lambda log: log["runs"][0]["results"][0].update(level="notice"),
+    "a key of ours": lambda log: log["runs"][0]["results"][0].update(confidence="weak"),
+    "a result without a message": lambda log: log["runs"][0]["results"][0].pop("message"),
+    "line 0": lambda log: _region(log).update(startLine=0),
+    "a line as text": lambda log: _region(log).update(startLine="3"),
+    "a file with a space": lambda log: _place(log)["artifactLocation"].update(uri="my train.py"),
+    "one rule twice": lambda log: log["runs"][0]["tool"]["driver"]["rules"].append(
+        log["runs"][0]["tool"]["driver"]["rules"][0]
     ),
-    "reportingConfiguration": ({}, {"level": ["none", "note", "warning", "error"]}),
-    "message": ({"text": str}, {}),
-    "invocation": ({"executionSuccessful": bool}, {"toolExecutionNotifications": ["notification"]}),
-    "notification": ({"message": "message"}, {"level": ["none", "note", "warning", "error"]}),
-    "result": (
-        {"message": "message"},
-        {
-            "ruleId": str,
-            "ruleIndex": int,
-            "level": ["none", "note", "warning", "error"],
-            "locations": ["location"],
-            "fixes": ["fix"],
-            "properties": dict,
-        },
+    "an edit that changes nothing": lambda log: log["runs"][0]["results"][0].update(
+        fixes=[{"artifactChanges": [{"artifactLocation": {"uri": "a.py"}, "replacements": []}]}]
     ),
-    "location": ({}, {"physicalLocation": "physicalLocation", "logicalLocations": ["logicalLocation"]}),
-    "physicalLocation": ({"artifactLocation": "artifactLocation"}, {"region": "region"}),
-    "artifactLocation": ({}, {"uri": str}),
-    "region": ({}, {"startLine": int, "startColumn": int, "endLine": int, "endColumn": int}),
-    "logicalLocation": ({}, {"fullyQualifiedName": str}),
-    "fix": ({"artifactChanges": ["artifactChange"]}, {"description": "message"}),
-    "artifactChange": ({"artifactLocation": "artifactLocation", "replacements": ["replacement"]}, {}),
-    "replacement": ({"deletedRegion": "region"}, {"insertedContent": "message"}),
 }
 
 
-def check_object(value, kind):
-    if isinstance(kind, type):
-        assert isinstance(value, kind)
-    elif isinstance(kind, list) and kind[0] in OBJECTS:
-        assert isinstance(value, list)
-        for each in value:
-            check_object(each, kind[0])
-    elif isinstance(kind, list):
-        assert value in kind
-    else:
-        needed, others = OBJECTS[kind]
-        assert needed.keys() <= value.keys() <= needed.keys() | others.keys(), kind
-        for key, each in value.items():
-            check_object(each, (needed | others)[key])
+def _place(log):
+    return log["runs"][0]["results"][0]["locations"][0]["physicalLocation"]
 
 
-def test_sarif_has_the_objects_of_its_standard():
+def _region(log):
+    return _place(log)["region"]
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_log_is_not_sarif(how):
+    log = json.loads(json.dumps(sarif(FOUND, complete=True)))
+    BROKEN[how](log)
+    assert [*faults(log, SCHEMA)]
+
+
+def test_every_rule_is_sarif():
+    found = [Finding(id, "m", rule.severity, "certain", rule.fix, "p") for id, rule in registry().items()]
+    assert [*faults(json.loads(json.dumps(sarif(found, complete=True))), SCHEMA)] == []
+
+
+def test_sarif_is_what_its_schema_allows():
     log = json.loads(json.dumps(sarif(FOUND, complete=True, unseen=["compiled code"])))
-    check_object(log, "sarifLog")
+    assert [*faults(log, SCHEMA)] == []
     (run,) = log["runs"]
     assert [rule["id"] for rule in run["tool"]["driver"]["rules"]] == ["HS101", "HS502", "HS701"]
     for result in run["results"]:
@@ -87,7 +120,7 @@ def test_sarif_has_the_objects_of_its_standard():
     assert physical == {"artifactLocation": {"uri": "dir/my%20train.py"}, "region": {"startLine": 3}}
     assert [each["fullyQualifiedName"] for each in second["locations"][0]["logicalLocations"]] == ["a", "b"]
     assert "physicalLocation" not in third["locations"][0]
-    check_object(sarif([], complete=False), "sarifLog")
+    assert [*faults(sarif([], complete=False), SCHEMA)] == []
 
 
 def test_annotations_have_file_and_line_and_are_one_line_each():
@@ -177,6 +210,7 @@ def test_an_edit_mends_the_script(rule, script, tmp_path, monkeypatch):
         edits = [edit for finding in found if (edit := edit_of(finding))]
         if not edits:
             break
+        assert [*faults(json.loads(json.dumps(sarif(found, complete=True))), SCHEMA)] == []
         lines = file.read_text().splitlines()
         data = json.loads(json.dumps(edits[0].to_dict()))
         lines[data["line"] - 1 : data["line"] - 1 + data["remove"]] = data["insert"]

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 from halfstep.core.audit.engine import check
 from halfstep.core.audit.record import Record
@@ -80,6 +81,20 @@ def test_another_sitecustomize_runs_and_the_path_is_the_scripts_own(tmp_path, mo
     code = "import sys; print('injected', any('inject' in entry for entry in sys.path))"
     run([sys.executable, "-c", code])
     assert capfd.readouterr().out.split("\n") == ["own sitecustomize", "injected False", ""]
+
+
+@pytest.mark.prove
+def test_a_python_that_has_torch_and_nothing_of_ours_is_watched(tmp_path, monkeypatch):
+    ours = ("halfstep", "__editable__", "lazy_loader", "cyclopts", "safetensors", "rich", "docstring_parser")
+    for each in Path(torch.__file__).parents[1].iterdir():
+        if not each.name.startswith(ours):
+            (tmp_path / each.name).symlink_to(each)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    bare = str(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}")
+    assert subprocess.run([bare, "-c", "import lazy_loader"], capture_output=True).returncode
+    outcome = run([bare, PLAIN, "3"])
+    assert (outcome.exit_code, outcome.failures) == (0, ())
+    assert [record.updates for record in outcome.records] == [3]
 
 
 def test_a_process_that_outlives_the_audit_prints(tmp_path, capfd):

@@ -297,25 +297,32 @@ def check_backward(rule: Rule, record: Record) -> Iterator[Finding]:
 
 @define_rule(
     "HS412",
-    "positions counted below fp32",
+    "positions below fp32",
     "error",
-    shows="The positions that were rounded, and their share.",
-    what="Positions are counted in bf16 or fp16, and become integers: `ones_like(x[..., 0]).cumsum(1).long()`.",
+    shows="The positions that were rounded, or that are more than 2 apart, and their share.",
+    what="Positions are counted in bf16 or fp16 and become integers: `ones_like(x[..., 0]).cumsum(1).long()`; "
+    "or sine and cosine are taken of positions or timesteps that were bf16 or fp16 (a warning).",
     why="bf16 has every whole number to 256 only, fp16 to 2048. Beyond, tokens share positions: of 1024, half are "
-    "left. The loss still falls.",
-    fix="Count in integers: `torch.arange(length, device=x.device)`, or `mask.long().cumsum(1)`.",
+    "left; from 65,536 on, 512 are one. The loss still falls.",
+    fix="Count in integers: `torch.arange(length, device=x.device)`, or `mask.long().cumsum(1)`. Keep timesteps "
+    'in fp32, and multiply angles outside autocast, which rounds them: `torch.autocast("cuda", enabled=False)`.',
 )
 def check_positions(rule: Rule, record: Record) -> Iterator[Finding]:
     """Yields one finding per module and function."""
     for op in _forward(record, "positions"):
         if op.rounded:
             at = f" in `{op.module}`" if op.module else ""
-            share = op.rounded / op.elements if op.elements else 0.0
-            yield rule.finding_on_operation(
-                op,
-                f"`{op.function}`{at} counts in {op.inside}, which rounds {op.rounded} of {op.elements} positions",
-                evidence={"rounded": op.rounded, "elements": op.elements, "share": share},
-            )
+            evidence = {"rounded": op.rounded, "elements": op.elements, "share": op.rounded / max(op.elements, 1)}
+            some = f"{op.rounded} of {op.elements}"
+            if op.function in ("sin", "cos"):
+                message = (
+                    f"`{op.function}`{at} is taken of {op.inside} numbers, of which {some} are more than 2 apart"
+                )
+                unsure = {"severity": "warning", "confidence": "likely"}
+                yield rule.finding_on_operation(op, message, evidence=evidence, **unsure)
+            else:
+                message = f"`{op.function}`{at} counts in {op.inside}, which rounds {some} positions"
+                yield rule.finding_on_operation(op, message, evidence=evidence)
 
 
 def _narrow(record: Record, kind: OperationKind) -> list[Operation]:

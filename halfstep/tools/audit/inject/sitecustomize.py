@@ -5,6 +5,7 @@ It imports nothing heavy: when the process imports torch, if it ever does, the h
 """
 
 import importlib
+import importlib.machinery
 import importlib.util
 import os
 import sys
@@ -37,27 +38,28 @@ class AfterTorch:
 
 
 class Halfstep:
-    """Finds halfstep where the audit runs, for a Python that does not have it, and nothing else there."""
+    """Finds the collector where the audit runs, for a Python that has no halfstep, or not what halfstep needs."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Called by Python for what nobody else finds."""
-        folder = os.environ[PACKAGE]
-        file = os.path.join(folder, "__init__.py")
-        if name != "halfstep":
+        """Called by Python for every import. The public names of both packages need what may be missing here."""
+        if name not in ("halfstep", "halfstep.torch"):
             return None
-        return importlib.util.spec_from_file_location(name, file, submodule_search_locations=[folder])
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [os.path.join(os.environ[PACKAGE], *name.split(".")[1:])]
+        return spec
 
 
 def watch() -> None:
     """Installs the hooks. A process that cannot be watched runs as it would have, and the audit says why."""
     finder = Halfstep()
-    sys.meta_path.append(finder)
+    if any(importlib.util.find_spec(name) is None for name in ("halfstep", "lazy_loader")):
+        sys.meta_path.insert(0, finder)
     try:
         from halfstep.torch.instruments.collect.watch import begin
 
         begin(os.environ[FOLDER], int(os.environ[STEPS]))
     except Exception as error:  # an old Python, an old torch, a package that is missing
-        sys.meta_path.remove(finder)
+        sys.meta_path[:] = [each for each in sys.meta_path if each is not finder]
         write("unwatched", f"{type(error).__name__}: {error}; its Python is {sys.executable}")
 
 

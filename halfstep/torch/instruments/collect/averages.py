@@ -6,6 +6,7 @@ the weight, rounded: a copy of the weights, which is written too, is the weight.
 """
 
 import gc
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from halfstep.torch.instruments.collect.tensors import format_name, is_narrow, l
 
 LIMIT = 2048  # elements of a tensor that are looked at
 WRITES = 3  # before anything is said
+PAIRS = 50_000  # of an average and a weight that may be its own: about a second, where thousands have one shape
 SEARCHES = (1, 4)  # the looks at which new ones are searched for: some scripts make theirs late
 
 
@@ -38,22 +40,21 @@ class AverageWatch:
 
     def __init__(self) -> None:
         self._candidates: dict[int, _Candidate] = {}
-        self._looks = 0
+        self._looks = self._pairs = 0
 
     @torch.no_grad()
     def look(self, weights: Mapping[str, Tensor], apart: Iterable[Tensor]) -> None:
         """Takes note of what was written since the last look; `apart` are tensors that are no averages."""
         self._looks += 1
-        # What FSDP gathers of a shard is narrow, has the weight's shape, and loses its memory after each layer.
-        weights = {name: weight for name, weight in weights.items() if local(weight) is weight}
         for each in self._candidates.values():
             tensor = each.tensor()
             if tensor is not None and _state(tensor) != each.state:
                 each.state = _state(tensor)
                 each.writes += 1
-                _compare(each, tensor, weights)
+                if each.first is not None or self._pairs < PAIRS:
+                    self._pairs += _compare(each, tensor, weights)
         if self._looks in SEARCHES:
-            shapes = {weight.shape for weight in weights.values()}
+            shapes = {_shape(weight) for weight in weights.values()}
             found = _find(shapes, {*map(id, apart), *self._candidates})
             self._candidates |= {id(each.tensor()): each for each in found}
 
@@ -65,22 +66,31 @@ class AverageWatch:
                 yield Average(each.name, each.format, each.writes, int(each.behind.sum()), int(still.sum()))
 
 
-def _find(shapes: set[torch.Size], apart: set[int]) -> Iterator[_Candidate]:
+def _shape(tensor: Tensor) -> tuple[bool, torch.Size]:
+    """Returns what an average has in common with its weight: whether it is sharded, and this rank's shape.
+
+    What FSDP gathers of a shard is narrow, has the weight's shape, and loses its memory after each layer.
+    """
+    return local(tensor) is not tensor, local(tensor).shape
+
+
+def _find(shapes: set[tuple[bool, torch.Size]], apart: set[int]) -> Iterator[_Candidate]:
     """Yields tensors that may be averages. Their numbers are not read: memory behind them may be gone."""
-    for each in [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]:
-        fits = each.dim() and is_narrow(each.dtype) and each.shape in shapes and id(each) not in apart
+    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", Tensor)
+    for each in [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter, sharded)]:
+        fits = each.dim() and is_narrow(each.dtype) and _shape(each) in shapes and id(each) not in apart
         if fits and each.is_leaf and not each.is_inference() and not each.is_meta:
             yield _Candidate(weakref.ref(each), format_name(each.dtype), _state(each))
 
 
-def _compare(each: _Candidate, tensor: Tensor, weights: Mapping[str, Tensor]) -> None:
-    """Takes note of the numbers of a tensor that the script has just written to."""
-    if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.itemsize:
-        return  # a sharded one, whose memory is lent
-    part = _part(tensor)
+def _compare(each: _Candidate, tensor: Tensor, weights: Mapping[str, Tensor]) -> int:
+    """Notes the numbers of a tensor that was just written to; returns how many weights it was compared with."""
+    if local(tensor).untyped_storage().nbytes() < local(tensor).numel() * tensor.itemsize:
+        return 0  # its memory is lent
+    part, names = _part(tensor), list[str]()
     if each.first is None:
         # Of several weights of one shape it is an average of the one that it is most like.
-        names = [name for name, weight in weights.items() if weight.shape == tensor.shape]
+        names = [name for name, weight in weights.items() if _shape(weight) == _shape(tensor)]
         alike = [(_part(weights[name]).to(part) == part).sum() for name in names]
         each.name = names[int(torch.stack(alike).argmax())] if alike else ""
         each.first = part.float()
@@ -88,6 +98,7 @@ def _compare(each: _Candidate, tensor: Tensor, weights: Mapping[str, Tensor]) ->
         differs = part.float() != each.first
         each.moved = differs if each.moved is None else each.moved | differs
         each.behind = part != _part(weights[each.name]).to(part)
+    return len(names)
 
 
 def _state(tensor: Tensor) -> tuple[int, int]:

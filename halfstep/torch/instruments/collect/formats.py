@@ -265,7 +265,7 @@ class Formats:
     def called(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Sees a function that a module's code has called."""
         stack = self._stack()
-        if stack and self._passes <= PASSES and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if stack and self._passes <= PASSES and not torch.compiler.is_compiling():
             self._see(function, args, kwargs, result, stack[-1][0])
 
     def _see(self, function: Any, args: Any, kwargs: Any, result: Any, where: Where) -> None:
@@ -273,7 +273,9 @@ class Formats:
         if out is None or torch._C._functorch.is_functorch_wrapped_tensor(out):  # type: ignore[attr-defined]
             return
         autocast = torch.is_autocast_enabled(out.device.type)
-        self.safely(self.operations.see, function, (args, kwargs), result, where, place, autocast=autocast)
+        trained = torch.is_grad_enabled()
+        see = self.operations.see
+        self.safely(see, function, (args, kwargs), result, where, place, autocast=autocast, trained=trained)
 
     def _loss(self, function: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)

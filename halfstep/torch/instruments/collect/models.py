@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.torch.instruments.collect.tensors import local
+
 # The one child of a wrapper: torch.compile, DDP, FSDP, Fabric.
 WRAPPERS = (["_orig_mod"], ["module"], ["_fsdp_wrapped_module"], ["_forward_module"])
 
@@ -32,13 +34,13 @@ def models_of(params: Iterable[Tensor]) -> dict[str, nn.Module]:
 
 def copied_model(params: Sequence[Tensor]) -> nn.Module | None:
     """Returns the model whose trainable weights are as many and of the same shapes: the optimizer steps a copy."""
-    shapes = [p.shape for p in params]
-    found = [
-        (sum(1 for _ in each.modules()), each)
+    shapes, sharded = [p.shape for p in params], any(local(p) is not p for p in params)
+    found = [  # while FSDP2 computes, its shards are in no module
+        (hasattr(each, "set_requires_gradient_sync") == sharded, sum(1 for _ in each.modules()), each)
         for each in _modules()
         if [p.shape for p in each.parameters() if p.requires_grad] == shapes
     ]
-    return _unwrap_module(max(found, key=lambda pair: pair[0])[1]) if found else None
+    return _unwrap_module(max(found, key=lambda its: its[:2])[-1]) if found else None
 
 
 def _modules() -> list[nn.Module]:

@@ -128,13 +128,14 @@ class Operations:
         *,
         autocast: bool = False,
         values: bool = True,
+        trained: bool = True,
     ) -> None:
-        """Adds one call."""
+        """Adds one call; of what runs without gradients, as tables of rotary positions do, only positions."""
         kind = KINDS.get(function)
         given, options = args
         if values and (count := self._counts.see(function, given, options, result)) is not None:
             self._add_positions(count, where, place)
-        if kind is None and not len(self._marks):
+        if not trained or (kind is None and not len(self._marks)):
             return
         inputs, out = [*tensors_of(args)], next(tensors_of(result), None)
         if not inputs or out is None:

@@ -1,6 +1,7 @@
 """What loops do by themselves to losses, gradients and averages: mistakes are found, and right twins are clean."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from halfstep.core.audit.engine import check
 from halfstep.core.audit.record import Record
+from halfstep.torch.instruments.collect.averages import AverageWatch
 from halfstep.torch.instruments.collect.watch import Watch
 from tests.processes import run_ranks
 
@@ -230,3 +232,23 @@ def test_gradients_summed_over_ranks_in_bf16_by_hand():
     for i, expected in enumerate((["HS302"], ["HS302"], [])):
         records = [Record.from_dict(records[i]) for records in ranks]
         assert [finding.rule for finding in check(records)] == expected
+
+
+@pytest.mark.prove
+def test_thousands_of_averages_of_one_shape_take_seconds():
+    """As experts have: each was compared to each, which took minutes."""
+    weights = {str(i): torch.randn(4, 4) for i in range(5000)}
+    averages = [weight.to(BF16) for weight in weights.values()]
+    crowd = [[i] for i in range(1_000_000)]
+    watch, began = AverageWatch(), time.process_time()
+    for _ in range(4):
+        watch.look(weights, [])
+        for each in averages:
+            each.mul_(1)
+        for weight in weights.values():
+            weight[0, 0] += 1
+    found = [*watch.averages()]
+    assert time.process_time() - began < 20
+    assert len(crowd) == 1_000_000
+    assert len({each.name for each in found}) == len(found) >= 10
+    assert all((each.behind, each.still) == (1, 1) for each in found)

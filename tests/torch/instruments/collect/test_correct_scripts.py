@@ -296,9 +296,42 @@ def peft_lora():
         update(optimizer, F.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten()))
 
 
+def diffusers_unet():
+    """As the script of diffusers: noise is predicted under bf16 autocast, from whole timesteps, with EMA."""
+    diffusers = pytest.importorskip("diffusers")
+    from diffusers.training_utils import EMAModel
+
+    torch.manual_seed(0)
+    blocks = {"down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",), "block_out_channels": (8,)}
+    model = diffusers.UNet2DModel(sample_size=8, layers_per_block=1, norm_num_groups=4, **blocks)
+    schedule, ema = diffusers.DDPMScheduler(1000), EMAModel(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(4):
+        clean, noise, at = torch.randn(2, 3, 8, 8), torch.randn(2, 3, 8, 8), torch.randint(1000, (2,))
+        with torch.autocast("cpu", BF16):
+            predicted = model(schedule.add_noise(clean, noise, at), at).sample
+        update(optimizer, F.mse_loss(predicted.float(), noise))
+        ema.step(model.parameters())
+
+
+def llama():
+    """Rotary positions of transformers, beyond what bf16 counts, under bf16 autocast."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **sizes))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(4):
+        tokens = torch.randint(32, (1, 600))
+        with torch.autocast("cpu", BF16):
+            logits = model(input_ids=tokens).logits
+        update(optimizer, F.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten()))
+
+
 SCRIPTS = {
     **{each.__name__: each for each in (mnist, resnet, gan, vae, word_language_model, distillation, diffusion)},
     **{each.__name__: each for each in (sharpness_aware, closure, actor_critic, contrastive, peft_lora)},
+    **{each.__name__: each for each in (diffusers_unet, llama)},
     "skips bad batches": skips_bad_batches,
     **{f"nano_gpt {dtype}": lambda dtype=dtype: nano_gpt(dtype) for dtype in (None, BF16, FP16)},
     **{f"averaged {kind}": lambda kind=kind: averaged(kind) for kind in ("ema", "swa", "target")},
@@ -323,4 +356,34 @@ def test_there_are_enough_of_them():
     """With the loops of test_correct_loops.py and the examples of test_script.py."""
     from tests.torch.instruments.collect.test_correct_loops import LOOPS
 
-    assert len(SCRIPTS) + len(LOOPS) + 6 >= 40
+    assert len(SCRIPTS) + len(LOOPS) + 6 >= 45
+
+
+@pytest.mark.prove
+@pytest.mark.filterwarnings("ignore")
+def test_timesteps_that_a_library_rounds_are_a_warning():
+    """Flux of diffusers casts shares of time to the format of its activations before it scales them by 1000."""
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    sizes = {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "joint_attention_dim": 16,
+        "pooled_projection_dim": 16,
+    }
+    model = diffusers.FluxTransformer2DModel(
+        in_channels=4, num_layers=1, num_single_layers=1, axes_dims_rope=(4, 4, 8), **sizes
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    places = torch.zeros(16, 3)
+    places[:, 1] = 500 + torch.arange(16)
+    with Watch() as watch:
+        for _ in range(4):
+            x, text = torch.randn(2, 16, 4), torch.randn(2, 3, 16)
+            with torch.autocast("cpu", BF16):
+                flow = model(
+                    x, text, torch.randn(2, 16), torch.rand(2), img_ids=places, txt_ids=torch.zeros(3, 3)
+                ).sample
+            update(optimizer, F.mse_loss(flow.float(), torch.randn_like(x)))
+    (found,) = check(watch.record())
+    assert (found.rule, found.severity, found.where) == ("HS412", "warning", ["time_text_embed.time_proj"])

@@ -190,6 +190,50 @@ def test_positions_that_are_counted_in_a_narrow_format_are_found(case):
         assert found(watched(Net(lambda x: places(x, count, positions, torch.float16)))[0]) == []
 
 
+WAVES = torch.tensor([1.0, 0.1])
+AUTOCAST = torch.autocast("cpu", torch.bfloat16)
+
+
+@torch.no_grad()
+def without_gradients(t):
+    return (t.float()[:, None] * WAVES).cos()
+
+
+ANGLES = {
+    "timesteps that were cast": (lambda t: (t.bfloat16()[:, None].float() * WAVES).sin(), True),
+    "their table is made without gradients": (lambda t: without_gradients(t.bfloat16()), True),
+    "shares that were cast before they are scaled": (
+        lambda t: (((t / 1000).bfloat16() * 1000).double()[:, None] * WAVES).cos(),
+        True,
+    ),
+    "joined": (lambda t: torch.cat([t.bfloat16().float()[:, None] * WAVES] * 2, -1).cos(), True),
+    "positions that autocast multiplies": (lambda t: AUTOCAST(torch.matmul)(t[:, None], WAVES[None]).cos(), True),
+    "in fp32": (lambda t: (t[:, None] * WAVES).sin(), False),
+    "multiplied outside autocast": (lambda t: (t[:, None] @ WAVES[None]).cos().bfloat16(), False),
+    "whole numbers that bf16 has": (lambda t: (t[:257].bfloat16().float()[:, None] * WAVES).cos(), False),
+    "integers": (lambda t: (t.long().float()[:, None] * WAVES).cos(), False),
+    "not as angles": (lambda t: (t.bfloat16().float()[:, None] * WAVES).tanh(), False),
+    "not as positions": (lambda t: t.bfloat16().float().long().float(), False),
+}
+
+
+@pytest.mark.parametrize("case", ANGLES)
+def test_angles_of_narrow_positions_are_found(case):
+    table, bad = ANGLES[case]
+    found_here = found(watched(Net(lambda x: x + table(torch.arange(1000.0)).mean().to(x.dtype)))[0])
+    expected = ("HS412", "warning", "likely", ["inner"])
+    assert [(f.rule, f.severity, f.confidence, f.where) for f in found_here] == ([expected] if bad else [])
+    if bad:
+        assert HERE in found_here[0].place
+        assert found_here[0].evidence["share"] == pytest.approx(
+            0.371, abs=0.001
+        )  # 258 and more, at one of two waves
+
+
+def test_the_sine_of_an_activation_is_no_position():
+    assert found(watched(Net(lambda x: x + (x * 1e4).sin()))[0]) == []
+
+
 def test_fp16_counts_to_2048():
     def net(length):
         return Net(lambda x: x + x.new_ones(length, dtype=torch.float16).cumsum(0).long().max())

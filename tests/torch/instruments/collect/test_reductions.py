@@ -99,3 +99,40 @@ def test_a_sharded_tensor_is_named_once():
     assert found.where == ["0.weight", "1.weight", "1.bias", "2.weight", "2.bias"]
     assert found.ranks == [0, 1]
     assert "test_reductions.py" in found.place
+
+
+def averaged_shards(dtypes):
+    """Trains a sharded model beside an average of its shards in each format; returns errors."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    dist.init_process_group("gloo")
+    gathered, found = [], []
+    DTensor.full_tensor = DTensor.redistribute = lambda *_, **__: gathered.append(1)
+    for dtype in dtypes:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(16, 32), nn.Sequential(*(nn.Identity() for _ in range(500))), nn.Linear(32, 1)
+        )
+        fully_shard(fully_shard(model[0]) and model)
+        with Watch() as watch:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            average = [p.detach().clone().to(dtype) for p in model.parameters()]
+            for _ in range(6):
+                model(torch.randn(2, 16)).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    for mean, p in zip(average, model.parameters(), strict=True):
+                        mean.lerp_(p.to(dtype), 1e-4)
+        record = watch.record()
+        found.append([(each.rule, each.where[0]) for each in check(record) if each.severity == "error"])
+        assert (record.updates, gathered, watch.guard.failure) == (6, [], None)
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.prove
+def test_averages_of_shards_are_seen_and_nothing_is_gathered():
+    for found in run_ranks(averaged_shards, [torch.float32, BF16, torch.float64]):
+        assert found == [[], [("HS108", "0.weight")], []]
