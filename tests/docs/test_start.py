@@ -38,7 +38,7 @@ def test_a_first_run_prints_what_the_page_shows_and_continues(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     page = (DOCS / "start" / "install.md").read_text(encoding="utf-8").partition("## A first run")[2]
     first, *more = re.findall(r"^```sh\n(.*?)^```", page, flags=re.S | re.M)
-    shown = re.search(r"^```\n(.*?)^```", page, flags=re.S | re.M)[1]
+    shown = re.search(r"^```log\n(.*?)^```", page, flags=re.S | re.M)[1]
     # In fp32, which is fast everywhere, for four steps of a smaller model.
     small = " --policy fp32 --set model.width=32 --set model.heads=2 --set training.batch=4"
     commands = [

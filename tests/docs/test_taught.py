@@ -25,7 +25,7 @@ PAGES = [*START, *sorted(DOCS.glob("learn/*.md")), *sorted(DOCS.glob("guides/*.m
 PAGES += [DOCS / f"{name}.md" for name in ("fp8", "many_gpus", "solve")]
 FENCE = re.compile(r"(<!-- slow -->\n)?^```(\w*)\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", flags=re.S | re.M)
 # What is shown and not run: settings; commands that need a GPU, a cluster or minutes, and say so; what they print.
-SHOWN = {"toml", "sh", ""}
+SHOWN = {"toml", "sh", "log"}
 
 
 class Block(NamedTuple):

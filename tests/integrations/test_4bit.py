@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -219,6 +221,15 @@ def test_merged_into_the_base_in_4_bits_the_model_is_the_one_that_was_trained(ba
     again = apart(PeftModel.from_pretrained(load(base), folder).merge_and_unload(), wanted)
     print(f"apart: ours {ours:.4f}, in fp32 {wide:.4f}, original {theirs:.4f}, 4 bits again {again:.4f}")
     assert max(ours, wide) < 0.2 * min(theirs, again)
+
+
+def test_the_lines_of_the_page_merge(base, tuned, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, flags=re.S | re.M)
+    monkeypatch.chdir(tuned[0].parent)
+    config = load(base).config.quantization_config
+    exec(block, {"AutoModelForCausalLM": AutoModelForCausalLM, "torch": torch, "name": base, "config": config})
+    assert apart(LlamaForCausalLM.from_pretrained("merged"), tuned[1]) < 0.02
 
 
 def test_merging_into_another_base_is_refused_with_how_far_it_is(base, tuned, tmp_path):

@@ -332,7 +332,8 @@ def check_optimizers(given: Any, model: nn.Module, *, narrow: bool) -> list[torc
             if p not in names:
                 raise OptimizerParametersError(
                     f"{label(optimizer)} holds a parameter of shape {tuple(p.shape)} that the model does not",
-                    hint="create it from model.parameters() after this model was copied, moved, loaded or sharded",
+                    hint="create it from model.parameters() of this model, after it was copied, moved, loaded or "
+                    "sharded",
                 )
             if p in taken:
                 raise OptimizerParametersError(
