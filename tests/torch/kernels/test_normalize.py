@@ -32,11 +32,11 @@ def passes(function, tensors, g):
 
 # Every kernel with all it may be given on every shape, and with less on the smallest.
 CASES = [(0, True, SHAPES[0]), (1, True, SHAPES[0]), (0, False, SHAPES[0])]
-CASES += [(2, True, shape) for shape in SHAPES[:2]] + [(1, False, shape) for shape in SHAPES[:2]]
+CASES += [(2, True, SHAPES[0]), (1, False, SHAPES[0])]
 CASES += [
     pytest.param(gains, centered, shape, marks=pytest.mark.prove)
     for gains, centered in ((2, True), (1, False))
-    for shape in SHAPES[2:]
+    for shape in SHAPES[1:]
 ]
 
 
