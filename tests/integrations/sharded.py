@@ -74,10 +74,11 @@ def begin_stock(kind, *, dtype=torch.float32, weight_decay=0.01):
     return made, *made.prepare(model, optimizer, scheduler)
 
 
-def killed_saves(folder, saving, newest, longest):
+def killed_saves(folder, saving, newest, longest, within=lambda folder: True):
     """30 folders that two ranks were saving to, on and on, when one of them was killed, or both.
 
-    `newest(folder)` is the newest whole checkpoint: the kill comes up to so many seconds after the first of them.
+    `newest(folder)` is the newest whole checkpoint: the kill comes up to so many seconds after the first of them,
+    and each second one when a save is `within(folder)`.
     """
     for kill in range(30):
         into = folder / str(kill)
@@ -88,6 +89,9 @@ def killed_saves(folder, saving, newest, longest):
                 assert time.monotonic() < over
                 time.sleep(0.001)
             time.sleep(longest * kill / 30)
+            while kill % 2 and not within(into):
+                assert time.monotonic() < over
+                time.sleep(0.001)
             last = newest(into)
         yield into, last
 

@@ -183,6 +183,10 @@ def newest(folder):
     return max((_number(path) for path in folder.glob("checkpoint-*") if _is_whole(path)), default=0)
 
 
+def is_saving(folder):
+    return not all(map(_is_whole, folder.glob("checkpoint-*")))
+
+
 def _number(path):
     return int(path.name.removeprefix("checkpoint-"))
 
@@ -192,8 +196,8 @@ def test_a_killed_trainer_loses_no_whole_checkpoint(ranks, tmp_path):
     """30 times, amid saves after each update, of which two are kept: it resumes from the newest that is whole."""
     expected = ranks(states, 2, str(tmp_path / "whole"), 40)[0]
     partial_folders = 0
-    for folder, last in sharded.killed_saves(tmp_path, saving, newest, 0.3):
-        partial_folders += not all(map(_is_whole, folder.glob("checkpoint-*")))
+    for folder, last in sharded.killed_saves(tmp_path, saving, newest, 0.3, is_saving):
+        partial_folders += is_saving(folder)
         first, second = ranks(states, 2, str(folder), 0, True)
         ((step, state),) = first.items()
         assert step == newest(folder) >= last
