@@ -7,7 +7,7 @@ reverse order every other time, after a first run of each that is not counted. T
 a CPU in processor time of one thread, so that other processes of the machine do not count. The ratio is the median
 over the rounds of each pair. The callback watches 4 % of a run's updates, and at least three. Besides, it searches
 all objects of the process two or three times, for models and averages, which takes half a second after large
-imports: the bar of 1.02 is for runs of 75 updates or more that take a minute or more.
+imports, and weighs most in a short run.
 
 Exit code 1 if a callback costs more than 2 %.
 """

@@ -141,7 +141,7 @@ def _plain(value: Any, name: str, parameter: Tensor | None = None, *, rows: bool
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if not isinstance(value, DiskTensor) or not value.is_readable or not value.in_order:
-        kind = f"a tensor of {value.format}" if isinstance(value, DiskTensor) else f"a {type_name(value)}"
+        kind = f"a tensor of {value.format}" if isinstance(value, DiskTensor) else type_name(value)
         raise StateError(
             f"`{name}` is {kind} that cannot be taken over",
             hint="plain values and whole floating-point tensors are; load the rest before the model is prepared",

@@ -29,11 +29,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers.trainer import (
-    SCHEDULER_NAME,
-    TRAINER_STATE_NAME,
-    TRAINING_ARGS_NAME,
-)
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
@@ -170,9 +166,9 @@ class PolicyMixin:
     ) -> Any:
         """Computes the loss; a compiled model returns nothing beside it where nobody sees it."""
         compute: Any = super().compute_loss  # type: ignore[misc]
-        stock = compute.__func__ is transformers.Trainer.compute_loss
+        theirs = compute.__func__ is transformers.Trainer.compute_loss
         seen = return_outputs or self.compute_loss_func is not None or self.label_smoother is not None
-        if seen or not stock or not hasattr(model, "_orig_mod"):
+        if seen or not theirs or not hasattr(model, "_orig_mod"):
             return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         if self._loss_alone is None or self._loss_alone.compiled is not model:
             self._loss_alone = _LossAlone(model, self.accelerator.unwrap_model(model, keep_torch_compile=False))
@@ -243,14 +239,14 @@ class PolicyMixin:
 
         Of a model with adapters only those are written, so its base is not cast.
         """
-        dtype, casts = dtype_of(self._export), dict[int, Tensor]()
+        dtype, casts = dtype_of(self._export), dict[tuple[int, torch.Size], Tensor]()
         found = dict(model.state_dict() if state_dict is None else state_dict)
         for name, p in model.named_parameters(remove_duplicate=False):
             is_written = p.requires_grad or not hasattr(model, "peft_config")
             weight = found.get(name)
             if weight is None or not is_written or not p.is_floating_point() or weight.dtype == dtype:
                 continue
-            key = weight.data_ptr()  # tied weights stay tied
+            key = (weight.data_ptr(), weight.shape)  # tied weights stay tied
             if key not in casts:
                 casts[key] = weight.to("cpu", dtype)
                 if not casts[key].isfinite().all() and weight.isfinite().all():

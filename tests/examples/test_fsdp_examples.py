@@ -53,7 +53,7 @@ def test_a_script_without_its_lines_is_the_framework_s_own(path):
 @pytest.mark.prove
 @pytest.mark.parametrize(("path", "more"), [(TRAINER, []), (SFT, []), (GRPO, GENERATES)])
 def test_nothing_is_wrong_with_the_scripts_of_trainers(path, more, tmp_path):
-    """Each rank writes its rows, and the whole model is saved in fp32; Trainer's script goes on from its rows.
+    """Each rank writes its rows, and the whole model is saved in fp32; Trainer's script resumes from its rows.
 
     TRL reads the device for what it logs, which the audit notes.
     """
