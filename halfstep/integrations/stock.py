@@ -129,17 +129,22 @@ def _weights(run: Run, folder: Path) -> dict[str, Tensor]:
     for name in named.keys() - found.keys():  # one name of tied weights is saved
         if tied := [other for other in found if named.get(other) == named[name]]:
             found = {**found, name: found[tied[0]]}
-    return {f"model.{name}": _plain(tensor, name, shards.get(name), rows=True) for name, tensor in found.items()}
+    return {f"model.{name}": _read(tensor, name, shards.get(name), rows=True) for name, tensor in found.items()}
 
 
-def _plain(value: Any, name: str, parameter: Tensor | None = None, *, rows: bool = False) -> Any:
-    """Returns a value with its tensors read: of a parameter's shape, spread as it is, or its `rows` alone."""
+def _plain(value: Any, name: str, parameter: Tensor | None = None) -> Any:
+    """Returns a value with its tensors read."""
     if isinstance(value, dict):
         return {key: _plain(each, f"{name}.{key}") for key, each in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_plain(each, name) for each in value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    return _read(value, name, parameter)
+
+
+def _read(value: Any, name: str, parameter: Tensor | None, *, rows: bool = False) -> Tensor:
+    """Returns the numbers of a tensor: of a parameter's shape, spread as it is, or its `rows` alone."""
     if not isinstance(value, DiskTensor) or not value.is_readable or not value.in_order:
         kind = f"a tensor of {value.format}" if isinstance(value, DiskTensor) else type_name(value)
         raise StateError(

@@ -294,7 +294,8 @@ def test_weights_of_another_model_and_those_of_several_are_refused(folder_of_one
     for weights, said in (
         ({"other.weight": torch.ones(1)}, "`other.weight`, which the model lacks"),
         ({"embedding.weight": torch.ones(50, 16)}, "the state has no `model.blocks.0"),
-        ({"embedding.weight": torch.ones(16, 50).T}, "a tensor of fp32 that cannot be taken over"),
+        ({"embedding.weight": torch.ones(16, 50).T}, "is a tensor of fp32 that cannot be taken over"),
+        ({"embedding.weight": torch.float32}, "is a `[a-zA-Z]+` that cannot be taken over"),
     ):
         torch.save(weights, folder / "pytorch_model_fsdp.bin")
         with refuses(HalfstepError, said):

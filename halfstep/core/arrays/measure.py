@@ -72,8 +72,8 @@ def resolve_policy(
     policy = as_policy(given) if choice is None else Policy.parse(str(given), auto=PRESETS[choice.preset])
     if policy.export not in (FP32, policy.param.format):
         raise UnmatchedRuleError(
-            f"`export={policy.export}` changes nothing here: `halfstep export` reads it, for a run of `halfstep "
-            "train`, and `save_model` of transformers' Trainer",
+            f"`export={policy.export}` changes nothing here: `halfstep export` reads it, of a run of ours, and "
+            "`save_model` of transformers' Trainer",
             hint="leave it out, and save the weights in the format you want",
         )
     for message in [*policy.warnings, *([] if device is None else slow_formats(policy, device))]:
